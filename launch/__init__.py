@@ -1,0 +1,1 @@
+"""Processes, configuration and experiments: the command line over moe and dbo."""

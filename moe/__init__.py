@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer, its transports and real models, written once and run whole or as ubatches."""

@@ -1,0 +1,1 @@
+"""all2all backends: one file each, behind the protocol in base.py."""
