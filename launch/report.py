@@ -1,0 +1,204 @@
+"""What an A/B measured, as data, as a text table and as JSON.
+
+A file of its own so that the numbers and the sentences about them are made in one place, apart from the runs.
+Invariant: `verdict` never names a speed-up unless the equality gate passed, some step split, and the interval
+excludes 1.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.statistics import Interval, Summary, speedup, summarise
+
+PHASES = ("prefill", "decode", "total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes:
+    """One arm's step times in one round, in ms: the sum over prefill steps, the sum over decode steps, and both."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """All steps of the round, in ms."""
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """Everything one arm did over all rounds."""
+
+    name: str
+    rounds: tuple[RoundTimes, ...]
+    prefill_steps: int  # per round
+    decode_steps: int
+    split_prefill_steps: int
+    split_decode_steps: int
+    prompt_tokens: int  # per round, all ranks
+    new_tokens: int
+    padded_tokens: int  # rows computed, real or padding, per round, all ranks
+    reasons: Counter[str]
+
+    def times(self, phase: str) -> list[float]:
+        """The arm's samples of `phase` in ms, a round each."""
+        return [getattr(times, phase) for times in self.rounds]
+
+    @property
+    def split_steps(self) -> int:
+        """Steps of one round that ran as ubatches."""
+        return self.split_prefill_steps + self.split_decode_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Whether the arms computed the same thing, from one run of each with the same forced tokens."""
+
+    split_equals_overlap: bool  # bitwise, every logit of every sampled row on every rank
+    max_relative_difference: float  # whole against overlap, over the largest logit
+    tolerance: float
+    tokens_equal: bool  # the greedy tokens of whole and overlap, near-ties aside
+
+    @property
+    def passed(self) -> bool:
+        """All three conditions."""
+        return self.split_equals_overlap and self.tokens_equal and self.max_relative_difference <= self.tolerance
+
+    def describe(self) -> str:
+        """The gate in one line."""
+        bits = "bitwise equal" if self.split_equals_overlap else "DIFFER"
+        tokens = "same" if self.tokens_equal else "DIFFERENT"
+        return (
+            f"{'passed' if self.passed else 'FAILED'}: split and overlap {bits}; whole within "
+            f"{self.max_relative_difference:.1e} of overlap (allowed {self.tolerance:.0e}); greedy tokens {tokens}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ABReport:
+    """The result of `launch ab`: arms, gate, what ran where."""
+
+    command: str
+    workload: str
+    environment: dict[str, str]
+    options: dict[str, str]
+    arms: dict[str, ArmResult]
+    gate: Gate
+
+    def compare(self, baseline: str, other: str, phase: str) -> Interval | None:
+        """How many times faster `other` ran `phase` than `baseline`; None when an arm or the phase did not run."""
+        if baseline not in self.arms or other not in self.arms:
+            return None
+        before, after = self.arms[baseline].times(phase), self.arms[other].times(phase)
+        if len(before) < 3 or min(before) <= 0.0 or min(after) <= 0.0:
+            return None
+        return speedup(before, after)
+
+    def verdict(self, phase: str = "total") -> str:
+        """One sentence: what overlap did to `phase`, or why nothing can be said."""
+        if not self.gate.passed:
+            return f"{phase}: no speed-up is stated: the equality gate failed"
+        overlap = self.arms.get("overlap")
+        if overlap is None:
+            return f"{phase}: no speed-up is stated: the overlap arm did not run"
+        splits = {"prefill": overlap.split_prefill_steps, "decode": overlap.split_decode_steps}.get(
+            phase, overlap.split_steps
+        )
+        if splits == 0:
+            return f"{phase}: no speed-up is stated: no step split ({_top_reason(overlap.reasons)})"
+        ratio = self.compare("whole", "overlap", phase)
+        if ratio is None:
+            return f"{phase}: no speed-up is stated: fewer than 3 rounds of both arms"
+        if ratio.includes(1.0):
+            return f"{phase}: no difference shown (overlap / whole speed {ratio.low:.2f}x to {ratio.high:.2f}x)"
+        word = "faster" if ratio.value > 1.0 else "slower"
+        factor = ratio if ratio.value > 1.0 else Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
+        interval = f"95% interval {factor.low:.2f}x to {factor.high:.2f}x"
+        return f"{phase}: overlap is {factor.value:.2f}x {word} than whole ({interval})"
+
+    def text(self) -> str:
+        """The table for a terminal."""
+        header = f"{'arm':<9}{'prefill ms':>22}{'decode ms/step':>22}{'tokens/s':>10}{'split steps':>16}{'padding':>9}"
+        lines = [header, "-" * len(header)]
+        lines += [_row(arm) for arm in self.arms.values()]
+        lines += [
+            "",
+            f"median [smallest .. largest] over {self._rounds()} rounds; tokens/s counts prompt and new tokens",
+        ]
+        lines += [f"equality gate {self.gate.describe()}"]
+        lines += [self.verdict(phase) for phase in PHASES if any(min(a.times(phase)) > 0 for a in self.arms.values())]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON data; documented in docs/formats.md."""
+        ratios = {
+            f"{other}_over_{baseline}": {phase: _plain(self.compare(baseline, other, phase)) for phase in PHASES}
+            for baseline, other in (("whole", "overlap"), ("whole", "split"), ("split", "overlap"))
+            if baseline in self.arms and other in self.arms
+        }
+        return {
+            "verdict": {phase: self.verdict(phase) for phase in PHASES},
+            "speedup": ratios,
+            "gate": {**dataclasses.asdict(self.gate), "passed": self.gate.passed},
+            "arms": {name: _arm_json(arm) for name, arm in self.arms.items()},
+            "workload": self.workload,
+            "options": self.options,
+            "environment": self.environment,
+            "command": self.command,
+        }
+
+    def write(self, directory: Path) -> Path:
+        """Writes `ab.json` into `directory` (made if missing) and returns its path."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "ab.json"
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def _rounds(self) -> int:
+        return len(next(iter(self.arms.values())).rounds)
+
+
+def _row(arm: ArmResult) -> str:
+    decode = [ms / max(arm.decode_steps, 1) for ms in arm.times("decode")]
+    rate = (arm.prompt_tokens + arm.new_tokens) / (summarise(arm.times("total")).median / 1e3)
+    splits = f"{arm.split_steps}/{arm.prefill_steps + arm.decode_steps}"
+    real = arm.prompt_tokens + arm.new_tokens
+    padding = max(0.0, 1.0 - real / arm.padded_tokens) if arm.padded_tokens else 0.0
+    times = f"{_spread(arm.times('prefill')):>22}{_spread(decode):>22}"
+    return f"{arm.name:<9}{times}{rate:>10.0f}{splits:>16}{padding:>9.1%}"
+
+
+def _spread(samples: Sequence[float]) -> str:
+    summary: Summary = summarise(samples)
+    if summary.high == 0.0:
+        return "-"
+    return f"{summary.median:.1f} [{summary.low:.1f} .. {summary.high:.1f}]"
+
+
+def _arm_json(arm: ArmResult) -> dict[str, Any]:
+    return {
+        "prefill_ms": {
+            **dataclasses.asdict(summarise(arm.times("prefill"))),
+            "samples": arm.times("prefill"),
+        },
+        "decode_ms": {**dataclasses.asdict(summarise(arm.times("decode"))), "samples": arm.times("decode")},
+        "total_ms": {**dataclasses.asdict(summarise(arm.times("total"))), "samples": arm.times("total")},
+        "steps": {"prefill": arm.prefill_steps, "decode": arm.decode_steps},
+        "split_steps": {"prefill": arm.split_prefill_steps, "decode": arm.split_decode_steps},
+        "tokens": {"prompt": arm.prompt_tokens, "new": arm.new_tokens, "computed_rows": arm.padded_tokens},
+        "reasons": dict(arm.reasons),
+    }
+
+
+def _plain(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else dataclasses.asdict(interval)
+
+
+def _top_reason(reasons: Counter[str]) -> str:
+    return reasons.most_common(1)[0][0] if reasons else "no steps ran"
