@@ -1,0 +1,75 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.report import ABReport, ArmResult, Gate, RoundTimes
+
+
+def arm(name: str, ms: float, *, splits: int = 3, rounds: int = 12, seed: int = 0, decode: float = 0.0) -> ArmResult:
+    noise = np.random.default_rng(seed).normal(0, 0.01, rounds)
+    return ArmResult(
+        name=name,
+        rounds=tuple(RoundTimes(prefill=ms * float(np.exp(x)), decode=decode) for x in noise),
+        prefill_steps=4,
+        decode_steps=0,
+        split_prefill_steps=splits,
+        split_decode_steps=0,
+        prompt_tokens=4096,
+        new_tokens=0,
+        padded_tokens=4608,
+        reasons=Counter({"split": splits} if splits else {"below threshold": 4}),
+    )
+
+
+def report(*arms: ArmResult, bitwise: bool = True, tokens: bool = True, difference: float = 1e-6) -> ABReport:
+    gate = Gate(split_equals_overlap=bitwise, tokens_equal=tokens, max_relative_difference=difference, tolerance=1e-4)
+    return ABReport(
+        command="ab", workload="synthetic", environment={}, options={}, arms={a.name: a for a in arms}, gate=gate
+    )
+
+
+def test_a_clear_win_and_a_clear_loss_are_stated_with_their_interval() -> None:
+    won = report(arm("whole", 150.0, splits=0), arm("overlap", 100.0, seed=1))
+    assert "1.5" in won.verdict("prefill")
+    assert "faster" in won.verdict("prefill")
+    lost = report(arm("whole", 100.0, splits=0), arm("overlap", 150.0, seed=1))
+    assert "slower" in lost.verdict("prefill")
+
+
+@pytest.mark.parametrize(
+    "broken", [{"bitwise": False}, {"tokens": False}, {"difference": 1.0}, {"difference": float("nan")}]
+)
+def test_a_failed_gate_forbids_any_speedup(broken: dict[str, float]) -> None:
+    result = report(arm("whole", 150.0, splits=0), arm("overlap", 100.0, seed=1), **broken)  # type: ignore[arg-type]
+    assert "no speed-up is stated: the equality gate failed" in result.verdict("prefill")
+    assert "FAILED" in result.text()
+
+
+def test_no_split_forbids_any_speedup_and_names_the_reason() -> None:
+    result = report(arm("whole", 150.0, splits=0), arm("overlap", 100.0, splits=0, seed=1))
+    assert result.verdict("prefill") == "prefill: no speed-up is stated: no step split (below threshold)"
+
+
+def test_an_interval_that_includes_one_shows_no_difference() -> None:
+    result = report(arm("whole", 100.0, splits=0), arm("overlap", 100.0, seed=1))
+    assert "no difference shown" in result.verdict("prefill")
+
+
+def test_fewer_than_three_rounds_state_nothing() -> None:
+    result = report(arm("whole", 150.0, splits=0, rounds=2), arm("overlap", 100.0, rounds=2))
+    assert "fewer than 3 rounds" in result.verdict("prefill")
+
+
+def test_table_and_json_hold_splits_padding_and_samples(tmp_path: Path) -> None:
+    result = report(arm("whole", 150.0, splits=0), arm("overlap", 100.0, seed=1))
+    table = result.text()
+    assert "0/4" in table
+    assert "3/4" in table
+    assert "11.1%" in table
+    data = json.loads(result.write(tmp_path / "new").read_text())
+    assert data["arms"]["overlap"]["split_steps"] == {"prefill": 3, "decode": 0}
+    assert len(data["arms"]["whole"]["prefill_ms"]["samples"]) == 12
+    assert data["speedup"]["overlap_over_whole"]["prefill"]["low"] > 1.4
