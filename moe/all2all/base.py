@@ -1,0 +1,150 @@
+"""What the MoE layer asks of a transport, and nothing about any transport.
+
+Its own file because three parties meet here: the layer (calls `dispatch` and `combine`), the expert path (reads `Dispatched`) and
+the backends. A backend is one class that satisfies `All2All`; `pytest tests/moe/all2all --backend module:Class` shows whether it does.
+
+Invariants every backend keeps:
+
+- a token crosses to a destination rank once, however many of that rank's experts it chose, and a row with ids -1 does not cross;
+- the experts return one row per received token, already weighted and summed over that rank's experts; the source adds the rows of
+  the ranks in ascending rank order, so a result depends on neither timing nor the other tokens of the batch;
+- the handle of an operation travels in the value (`Dispatched.handle`), never in the backend: the number of operations in flight
+  is limited only by `Capabilities.max_in_flight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dbo.errors import ConfigError
+from dbo.work import Work
+
+
+class ExpertShape(Protocol):
+    """What a transport must know of a model; `moe.config.ModelConfig` has it."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token's row."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of one layer, over all ranks."""
+
+    @property
+    def num_topk(self) -> int:
+        """Experts a token chooses."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of a token's row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do, declared so that a configuration it cannot run is refused before anything runs."""
+
+    max_in_flight: int | None = None
+    """Dispatches whose combine has not finished, at most, over all ubatches; None = any number."""
+    order: Literal["early", "late"] = "early"
+    """When its `Comm` launches: before the yield, or after it (a launch that blocks the host)."""
+    layout: Literal["rows", "padded"] = "rows"
+    """Shape of what dispatch gives: see `Dispatched`."""
+    capturable: bool = False
+    """Dispatch and combine may be captured in a CUDA graph (no host read, no varying sizes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """The tokens a rank received, in one of two layouts, with what the way back needs.
+
+    rows: `x` [n, hidden], `topk_idx` [n, num_topk] int64 local expert ids in any order, -1 = not on this rank; a row of nothing but
+    -1 is filler, its `x` is undefined and may be NaN. `topk_weights` [n, num_topk] float32, undefined where the id is -1. Strides
+    are free except that the last dimension is contiguous.
+
+    padded: `x` [num_local_experts, capacity, hidden]; expert e owns the first `num_tokens_per_expert[e]` rows of `x[e]`, the rest
+    are undefined; `topk_idx` and `topk_weights` are None, because the source applies the weights.
+    """
+
+    x: Tensor
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    num_tokens_per_expert: Sequence[int] | Tensor | None
+    """[num_local_experts] received tokens of each expert: host list, device tensor, or None = count the ids."""
+    handle: Any
+
+
+class All2All(Protocol):
+    """A transport of tokens to the ranks that hold their experts, and back.
+
+    Both operations return at once with a `Work`, whose `result()` is a yield point. Every rank of the group makes the same calls
+    in the same order, with no tokens too.
+    """
+
+    name: str
+    capabilities: Capabilities
+    ep_rank: int
+    ep_size: int
+    num_experts: int
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_tokens_per_rank: Sequence[int] | None = None,
+    ) -> Work[Dispatched]:
+        """Send each token to the ranks that hold its experts.
+
+        x [num_tokens, hidden]; topk_idx [num_tokens, num_topk] int64 global expert ids, each at most once a row, -1 = not routed;
+        topk_weights [num_tokens, num_topk] float32. `num_tokens_per_rank`: how many leading rows of every rank's `x` may be
+        routed, the same tuple on all ranks; with it a backend need not ask how much it will receive.
+        Raises ValueError for a wrong shape or dtype.
+        """
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
+        """Bring the experts' rows back: y has the shape of `sent.x`; gives [num_tokens, hidden], 0 for rows not routed."""
+
+    def close(self) -> None:
+        """Give back what the backend holds; the group is the caller's."""
+
+
+def expert_range(num_experts: int, ep_size: int, ep_rank: int) -> range:
+    """Experts of a rank: consecutive, the first `num_experts % ep_size` ranks hold one more."""
+    base, extra = divmod(num_experts, ep_size)
+    start = ep_rank * base + min(ep_rank, extra)
+    return range(start, start + base + (ep_rank < extra))
+
+
+def check_routing(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    """Refuse what would be misread on the wire: ids of another width leave half of each id unset.
+
+    Raises ValueError.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; dispatch takes [num_tokens, hidden]")
+    for name, tensor, dtype in (("topk_idx", topk_idx, torch.int64), ("topk_weights", topk_weights, torch.float32)):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; dispatch takes {dtype}")
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != topk_idx.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} beside {x.shape[0]} tokens; dispatch takes [num_tokens, num_topk]")
+
+
+def check_in_flight(all2all: All2All, num_ubatches: int) -> None:
+    """Refuse more ubatches than the backend has room for: each has one operation in flight.
+
+    Raises ConfigError.
+    """
+    limit = all2all.capabilities.max_in_flight
+    if limit is not None and num_ubatches > limit:
+        raise ConfigError(
+            "num_ubatches",
+            num_ubatches,
+            f"at most {all2all.name}'s {limit} operations in flight",
+            f"use {limit} or --all2all torch",
+        )
