@@ -1,0 +1,208 @@
+"""`Work[T]` is one collective of one ubatch, `Comm` the lane that a backend's collectives run on, in one launch order.
+
+A file of its own because it is the whole contract between models, backends and the overlap: a backend says what to
+launch and how to finish, a model asks for `result()`, and neither of them touches a stream or a turn.
+
+    early order   start: ready, launch     result: yield, wait      the message travels while the siblings compute
+    late order    start: ready             result: yield, launch, wait      for a launch that blocks the host: the
+                                                                    siblings have queued their compute before it does
+
+Invariants:
+- The ready point is recorded when the `Work` is made, before any yield. Recorded later it would also cover the
+  sibling's compute, the message would wait for it, and nothing would overlap.
+- A `Work` holds its closures, and so every tensor that they name, until the compute stream is ordered after the
+  message. No tensor that crosses streams can be freed too early, and none needs `record_stream` (which a CUDA graph
+  capture would not like). The other direction: what `launch` allocates belongs to the comm stream; in early order the
+  next launch there is ordered after all compute queued so far, so a freed block is safe to use again. In late order it
+  is not: allocate what the message writes *before* `start()`.
+- A dropped `Work` (its ubatch was cancelled) is waited for by the compute stream only, never by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from dbo.context import current_ubatch, yield_turn
+from dbo.errors import ConfigError
+
+T = TypeVar("T")
+Finish = Callable[[], T]
+Order = Literal["early", "late"]
+
+# How long a host-side wait stays in gloo before it looks whether it should give up. Completion ends it at once; this
+# only bounds how late a cancellation or a failed peer is noticed.
+_WAIT_SLICE = timedelta(milliseconds=50)
+
+
+class Comm:
+    """The lane on which one backend's collectives run, and the order in which they are launched.
+
+    own_stream: on CUDA, `launch` runs under a comm stream that first waits for the ready event, and the compute stream
+    waits for the end of what it queued before `finish` runs. With `own_stream=False` the backend has a stream of its
+    own: `launch` gets what `make_ready()` returned at creation, runs under the compute stream, and `finish` orders the
+    compute stream itself (or calls a receive hook). On the CPU there are no streams: `launch` starts an asynchronous
+    operation and `finish` waits for it with `wait_host`.
+    check: called now and then while a host-side wait goes on; raises to abandon the wait (a peer failed).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        order: Order = "early",
+        own_stream: bool = True,
+        make_ready: Callable[[], Any] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        if order not in ("early", "late"):
+            raise ConfigError("order", order, "early or late")
+        self.device = torch.device(device)
+        self.order = order
+        self.stream = torch.cuda.Stream(self.device) if own_stream and self.device.type == "cuda" else None
+        self._make_ready = make_ready
+        self._check = check
+        self._events: list[torch.cuda.Event] = []
+        self._noticed: Any = None
+
+    def start(self, launch: Callable[[Any], Finish[T]], *, label: str) -> Work[T]:
+        """Record that the inputs are ready now; in early order launch. Does not pass the turn.
+
+        `launch(ready)` starts the collective and returns `finish`, which runs on the compute stream, waits where that
+        is still needed, unpacks and returns the result. `label` names the yield point.
+        """
+        return Work(self, launch, label)
+
+    def wait_host(self, work: dist.Work) -> None:
+        """Block the host until a gloo collective is done; returns within microseconds of its end.
+
+        Raises what the collective raised, what `check` raises, `UBatchCancelled` when a sibling failed, `StepTimeout`
+        past the step's limit. The collective itself goes on then; its group is no longer usable in order. Only for
+        collectives: gloo's point-to-point operations do not survive a wait with a time limit.
+        """
+        context = current_ubatch()
+        if context is not None:
+            context.end_compute()
+        while not _done_within(work, _WAIT_SLICE):
+            if self._check is not None:
+                self._check()
+            if context is not None:
+                context.check()
+        if context is not None and context.tracer is not None:
+            self._noticed = context.tracer.stamp()
+            context.begin_compute()
+
+    def _record_ready(self) -> Any:
+        if self.stream is None:
+            return None if self._make_ready is None else self._make_ready()
+        return self._record(torch.cuda.current_stream(self.device))
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def _order_after(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(event)
+        self._events.append(event)  # a wait refers to the record that it found, so the event can be recorded again
+
+
+class Work(Generic[T]):
+    """One collective of one ubatch. Made by `Comm.start`; used by the ubatch that made it."""
+
+    __slots__ = ("_comm", "_done", "_finish", "_launch", "_launched_at", "_ready", "_result", "_waited", "label")
+
+    def __init__(self, comm: Comm, launch: Callable[[Any], Finish[T]], label: str) -> None:
+        self.label = label
+        self._comm = comm
+        self._launch: Callable[[Any], Finish[T]] | None = launch
+        self._finish: Finish[T] | None = None
+        self._done: torch.cuda.Event | None = None
+        self._launched_at: Any = None
+        self._result: T | None = None
+        self._waited = False
+        self._ready = comm._record_ready()
+        if comm.order == "early":
+            self._start()
+
+    def result(self) -> T:
+        """Pass the turn, then wait: the yield point of a model. With one ubatch it just waits."""
+        self.pass_turn()
+        return self.wait()
+
+    def pass_turn(self) -> None:
+        """Let the siblings run; in late order launch afterwards. Compute that follows still hides the message."""
+        yield_turn(self.label)
+        if self._finish is None and not self._waited:
+            self._start()
+
+    def wait(self) -> T:
+        """Order the compute stream after the collective (on gloo: block the host), and return its result, once made."""
+        if not self._waited:
+            if self._finish is None:
+                self._start()
+            finish = cast(Finish[T], self._finish)
+            context = current_ubatch()
+            traced = context is not None and context.tracer is not None
+            if self._done is not None:
+                if context is not None and traced:
+                    context.end_compute()
+                self._comm._order_after(self._done, torch.cuda.current_stream(self._comm.device))
+                self._done = None
+                if context is not None and traced:
+                    context.begin_compute()
+            self._result = finish()
+            if context is not None and context.tracer is not None and self._launched_at is not None:
+                ended, self._comm._noticed = self._comm._noticed, None
+                self._trace(context.tracer.stamp() if ended is None else ended)
+            self._waited = True
+            self._launch = self._finish = self._ready = None
+        return cast(T, self._result)
+
+    def _start(self) -> None:
+        comm, launch = self._comm, cast(Callable[[Any], Finish[T]], self._launch)
+        if comm.stream is None:
+            self._stamp_launch()
+            self._finish = launch(self._ready)
+            return
+        with torch.cuda.stream(comm.stream):
+            comm.stream.wait_event(self._ready)
+            self._stamp_launch()
+            self._finish = launch(self._ready)
+            self._done = comm._record(comm.stream)
+            context = current_ubatch()
+            if context is not None and context.tracer is not None:
+                self._trace(context.tracer.stamp())
+        comm._events.append(self._ready)
+
+    def _stamp_launch(self) -> None:
+        context = current_ubatch()
+        if context is not None and context.tracer is not None:
+            self._launched_at = context.tracer.stamp()
+
+    def _trace(self, ended: Any) -> None:
+        context = current_ubatch()
+        if context is not None and context.tracer is not None:
+            context.tracer.add(context.index, context.layer, self.label, "comm", self._launched_at, ended)
+            self._launched_at = None
+
+    def __del__(self) -> None:
+        # Cancelled between launch and wait: the tensors go back to the compute stream's allocator when this object is
+        # gone, so that stream must come after the message that still uses them.
+        if getattr(self, "_done", None) is not None:
+            torch.cuda.current_stream(self._comm.device).wait_event(cast(torch.cuda.Event, self._done))
+
+
+def _done_within(work: dist.Work, limit: timedelta) -> bool:
+    """Wait for a gloo collective, at most `limit`. A wait that ran out of time leaves the collective as it was."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # completed at the last moment, or failed: this returns or raises what really happened
+    return True
