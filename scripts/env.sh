@@ -1,0 +1,29 @@
+# Sourced by the other scripts with the extras they need: `source scripts/env.sh demo`.
+# Leaves a `python` that has torch and this repository: an active environment that has torch, else .venv.
+
+step() { printf '\n[%3d s] %s\n' "$SECONDS" "$*"; }
+has() { python -c "import $1" 2>/dev/null; }
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..." >&2; exit 1; }
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! has torch; then
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        step "Creating .venv"
+        # A torch that the machine's Python has (as in GPU images) stays in use.
+        "$python" -c 'import torch' 2>/dev/null && site=--system-site-packages
+        "$python" -m venv ${site:-} .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
+    fi
+    source .venv/bin/activate
+fi
+if ! has torch; then
+    step "Installing PyTorch (TORCH_SPEC chooses which)"
+    python -m pip install --disable-pip-version-check ${TORCH_SPEC:-torch==2.13.0}
+fi
+stamp=$(python -c 'import sys; print(sys.prefix)')/.dbo-moe-$1-$(cksum <pyproject.toml | cut -d' ' -f1)
+if ! [ "$PWD" = "$(cat "$stamp" 2>/dev/null)" ]; then
+    step "Installing this repository with [$1]"
+    python -m pip install --disable-pip-version-check -e ".[$1]"
+    echo "$PWD" >"$stamp"
+fi
+# torchrun would set 1 and say so at length; ranks share the cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c 'import os; print(max(1, len(os.sched_getaffinity(0)) // 2))')}
