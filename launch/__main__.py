@@ -1,0 +1,42 @@
+"""`python -m launch`: the commands, each imported only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+import click
+
+from launch import cli
+
+COMMANDS = {
+    "upcycle": ("launch.upcycle_command:upcycle_command", "Turn a dense checkpoint into a mixture of experts."),
+    "generate": ("launch.generate:generate", "Answer the prompts of a file."),
+    "ab": ("launch.ab:ab", "Compare overlap off and on, with statistics."),
+}
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        try:
+            version = metadata.version("dbo-moe")
+        except metadata.PackageNotFoundError:
+            version = "unknown (not installed)"
+        click.echo(f"dbo-moe {version}")
+        ctx.exit()
+
+
+main = cli.LazyGroup(
+    "launch",
+    lazy=COMMANDS,
+    help="Mixture-of-experts inference with dual-batch overlap. Start `generate` and `ab` under torchrun.",
+    params=[
+        click.Option(
+            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+            help="Print the version and leave.",
+        )
+    ],
+)
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

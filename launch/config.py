@@ -1,0 +1,207 @@
+"""Every option of the command line, declared once: name, type, default, check and help.
+
+Its own file because an option has several readers (the command line, `--config FILE`, the engine, the start-up
+comparison between ranks, the banner) and they must not disagree. A field of a frozen dataclass *is* the option:
+`max_num_tokens` is `--max-num-tokens` on the command line and `max_num_tokens` (or with dashes) in a file.
+
+Invariants: an options object is valid once it exists; nothing here imports torch, so that a wrong option is reported
+before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dbo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on a value, with the words that say what is allowed."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def at_least(bound: float) -> Check:
+    """Numbers from `bound` up."""
+    return Check(f"{bound} or more", lambda value: value >= bound)
+
+
+def above_to(low: float, high: float) -> Check:
+    """Numbers in (low, high]."""
+    return Check(f"above {low}, up to {high}", lambda value: low < value <= high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionSpec:
+    """What a field says about its option besides name, type and default."""
+
+    help: str
+    check: Check | None = None
+    parse: Callable[[str], Any] | None = None  # text -> value; raises ValueError that says what is allowed
+    metavar: str | None = None
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", **spec: Any) -> Any:
+    """A dataclass field that is an option; without a default it must be given."""
+    return field(default=default, metadata={"option": OptionSpec(help=help, **spec)})
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `512MiB`, `65536` -> bytes. Raises ValueError."""
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].lower() not in units:
+        raise ValueError("a number of bytes, KiB, MiB, GiB or TiB, such as 4GiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of the option sets: checks every declared field on construction (ConfigError)."""
+
+    def __post_init__(self) -> None:
+        for name, spec in specs(type(self)).items():
+            value = getattr(self, name)
+            choices = choices_of(type(self), name)
+            if choices and value not in choices:
+                raise ConfigError(flag(name), value, ", ".join(choices), closest(str(value), choices))
+            if spec.check and value is not None and not spec.check.accepts(value):
+                raise ConfigError(flag(name), value, spec.check.allowed, "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """What a loaded model and its engine need: shared by every command that runs steps."""
+
+    model: str = option(help="Hugging Face model directory (config.json, safetensors, tokenizer).", metavar="DIR")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to run; auto takes CUDA where there is one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of weights and activations; auto keeps the checkpoint's."
+    )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "dummy: seeded random weights, the same for any number of ranks; only config.json is read."
+    )
+    all2all: Literal["auto", "local", "torch"] = option(
+        "auto", "How tokens reach their experts; auto: local on one rank, torch (gloo or NCCL) on several."
+    )
+    overlap: Literal["off", "on"] = option("off", "Run steps as interleaved ubatches where all ranks agree to.")
+    num_ubatches: int = option(2, "Ubatches a step is cut into.", check=at_least(2))
+    dbo_prefill_token_threshold: int = option(
+        512, "Tokens every rank needs before a step with prefill is cut.", check=at_least(0)
+    )
+    dbo_decode_token_threshold: int = option(
+        32, "Tokens every rank needs before a decode step is cut.", check=at_least(0)
+    )
+    cut: Literal["tokens", "requests", "balanced"] = option(
+        "tokens", "Where to cut: equal tokens, the nearest request boundary, or equal attention work."
+    )
+    cut_alignment: int = option(1, "Cuts fall on multiples of this many tokens.", check=at_least(1))
+    allow_single_rank: bool = option(False, "Let one rank alone split, for study.")
+    driver: Literal["threads", "greenlet"] = option("threads", "What carries the ubatches of a rank.")
+    max_num_tokens: int = option(8192, "Tokens a rank computes in one step, at most.", check=at_least(1))
+    max_num_seqs: int = option(256, "Requests a rank works on at once, at most.", check=at_least(1))
+    max_model_len: int | None = option(
+        None, "Longest prompt + answer in tokens; the default is the model's own limit.", check=at_least(2)
+    )
+    block_size: int = option(16, "Tokens in one block of the KV cache.", check=at_least(1))
+    kv_cache_memory: int = option(
+        4 * 2**30, "Memory for the KV cache of a rank, at most.", check=at_least(1), parse=parse_bytes, metavar="SIZE"
+    )
+    seed: int = option(0, "Seed of sampling and of dummy weights.", check=at_least(0))
+    step_timeout: float = option(60.0, "Seconds after which a step that waits is given up; 0 waits for ever.",
+                                 check=at_least(0))
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe messages shown.")
+    json: bool = option(False, "Print a summary as one JSON object on standard output.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(EngineOptions):
+    """`generate`: prompts in, answers out."""
+
+    prompts: str = option(help="Prompts, one JSON object a line; - reads standard input.", metavar="FILE")
+    output: str = option(help="Answers, one JSON object a line, in the order of the prompts.", metavar="FILE")
+    max_new_tokens: int = option(64, "Tokens to generate for a prompt, at most.", check=at_least(1))
+    temperature: float = option(0.0, "0 is greedy.", check=at_least(0))
+    top_p: float = option(1.0, "Sample from the likeliest tokens that hold this probability.", check=above_to(0, 1))
+    top_k: int = option(0, "Sample from this many likeliest tokens; 0 = all.", check=at_least(0))
+    ignore_eos: bool = option(False, "Go on after the model's end token.")
+    logprobs: int | None = option(
+        None, "Add the log-probability of each token and of this many likeliest ones.", check=at_least(0)
+    )
+    resume: bool = option(False, "Keep what the output file holds and run the other prompts only.")
+    strict: bool = option(False, "Stop at the first prompt that cannot run, before any runs.")
+
+
+def specs(options: type[Options]) -> dict[str, OptionSpec]:
+    """The declared options of a set, by field name, in order of declaration (required ones first)."""
+    fields = sorted(dataclasses.fields(options), key=lambda f: f.default is not dataclasses.MISSING)
+    return {f.name: f.metadata["option"] for f in fields if "option" in f.metadata}
+
+
+def defaults(options: type[Options]) -> dict[str, Any]:
+    """Default by field name; `dataclasses.MISSING` for a required option."""
+    return {f.name: f.default for f in dataclasses.fields(options)}
+
+
+def value_type(options: type[Options], name: str) -> Any:
+    """The type of a field's values: `int` for `int | None`, a Literal as it is."""
+    hint = typing.get_type_hints(options)[name]
+    inner = [a for a in typing.get_args(hint) if a is not type(None)]
+    return inner[0] if len(inner) == 1 and type(None) in typing.get_args(hint) else hint
+
+
+def choices_of(options: type[Options], name: str) -> tuple[str, ...]:
+    """The values a Literal field allows; empty for other types."""
+    hint = value_type(options, name)
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def flag(name: str) -> str:
+    """`max_num_tokens` -> `--max-num-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def closest(word: str, words: Iterable[str]) -> str:
+    """`did you mean x?` for the nearest of `words`, or nothing."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def read_options_file(file: Path, options: type[Options]) -> dict[str, str]:
+    """The options in a TOML or JSON file as text, by field name, to be parsed like the command line's.
+
+    Raises ConfigError for a file that cannot be read, an unknown key (with the nearest known one) and a value that
+    is a list or a table.
+    """
+    known = specs(options)
+    found: dict[str, str] = {}
+    for key, value in _load(file).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{file}: {key}", value, "an option of this command", closest(name, known))
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(f"{file}: {key}", value, "one plain value", "")
+        found[name] = str(value)
+    return found
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    try:
+        text = file.read_text()
+        loaded = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--config", str(file), "a readable TOML or JSON file", str(error)) from None
+    if not isinstance(loaded, dict):
+        raise ConfigError("--config", str(file), "an object of options", "")
+    return loaded

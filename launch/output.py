@@ -1,0 +1,129 @@
+"""Answers on their way to one file: appended as requests finish, put into input order at the end.
+
+Its own file because "nothing finished is lost" lives here. Every rank posts its rows in the store under (rank, number)
+and keeps them; each vote announces how many; rank 0 takes them out and appends each one with a single write. So the
+file holds every finished row at any time, a failed run only has to drain the store, and when rank 0 itself dies the
+ranks beside it append their own rows.
+
+The file is JSON lines. A line cut short by a crash is ignored when the file is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+Row = Mapping[str, Any]
+
+_POLL_S = 0.01
+
+
+def read_rows(file: Path) -> dict[str, Row]:
+    """The complete rows of an output file, by id, in file order; a missing file has none."""
+    rows: dict[str, Row] = {}
+    if not file.exists():
+        return rows
+    for line in file.read_text(errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+            rows[row["id"]] = row
+        except (ValueError, TypeError, KeyError):
+            continue
+    return rows
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Replace `file` in one step by `rows`."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(b"".join(map(_line, rows)))
+    os.replace(temporary, file)
+
+
+def append_row(file: Path, row: Row) -> None:
+    """Add one row with one write, so that rows of several processes do not mix."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, _line(row))
+    finally:
+        os.close(descriptor)
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+class RowPoster:
+    """The sending end, on every rank but 0."""
+
+    def __init__(self, store: dist.Store, rank: int):
+        self.rows: list[Row] = []
+        self._store, self._rank = store, rank
+
+    def add(self, row: Row) -> None:
+        """Post a finished row; one round trip to the store."""
+        self._store.set(_key(self._rank, len(self.rows)), _line(row))
+        self.rows.append(row)
+
+    def rescue(self, file: Path) -> None:
+        """After the death of rank 0, on its host: append the rows that it did not write."""
+        written = read_rows(file)
+        missing = [row for row in self.rows if row["id"] not in written]
+        if missing and not file.read_bytes().endswith(b"\n"):
+            with file.open("ab") as tail:  # rank 0 died within a line
+                tail.write(b"\n")
+        for row in missing:
+            append_row(file, row)
+
+
+class RowCollector:
+    """The receiving end, on rank 0: `file` holds every row that was added or collected, at any time."""
+
+    def __init__(self, store: dist.Store, world_size: int, file: Path, on_row: Callable[[Row], None]):
+        self._store, self._file, self._on_row = store, file, on_row
+        self._announced = [0] * world_size
+        self._taken = [0] * world_size
+
+    def add(self, row: Row) -> None:
+        """Append a finished row."""
+        append_row(self._file, row)
+        self._on_row(row)
+
+    def announce(self, num_rows_per_rank: Sequence[int]) -> None:
+        """Learn from a plan how many further rows each rank posts, and take those that are there already."""
+        for rank, count in enumerate(num_rows_per_rank):
+            self._announced[rank] += count if rank else 0
+        self._take(lambda rank: self._taken[rank] < self._announced[rank])
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Take every announced row, waiting for those on their way; `check` may raise to give up."""
+        while self._taken != self._announced:
+            check()
+            self._take(lambda rank: self._taken[rank] < self._announced[rank])
+            time.sleep(_POLL_S)
+
+    def drain(self) -> None:
+        """Take whatever is posted, announced or not: for a run that failed or was interrupted."""
+        self._take(lambda rank: rank > 0)
+
+    def sort(self, order: Mapping[str, int]) -> None:
+        """Put the file into the order of the prompts; rows of other prompts stay behind them."""
+        rows = read_rows(self._file)
+        write_rows(self._file, sorted(rows.values(), key=lambda row: order.get(row["id"], len(order))))
+
+    def _take(self, wanted: Callable[[int], bool]) -> None:
+        for rank in range(len(self._taken)):
+            while wanted(rank) and self._store.check([key := _key(rank, self._taken[rank])]):
+                row = json.loads(self._store.get(key))
+                self.add(row)
+                self._taken[rank] += 1
+                self._store.delete_key(key)
+
+
+def _key(rank: int, number: int) -> str:
+    return f"rows/{rank}/{number}"

@@ -1,0 +1,135 @@
+"""Prompt files: JSON lines in, checked prompts and named mistakes out.
+
+Its own file because every rank reads the same text and must come to the same list, so nothing here depends on the
+rank. A malformed line never stops the others: it is a `BadLine` with its number, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launch.config import closest
+from launch.sampling import SamplingParams, request_seed
+
+_CONTENT = ("prompt", "messages", "token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One well-formed line. `content` is the value of its `kind`."""
+
+    id: str
+    index: int  # among the well-formed lines
+    kind: str  # prompt | messages | token_ids
+    content: Any
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot run; prints as `file:line: reason`."""
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.reason}"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_int(v) and v >= 0 for v in value)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (lambda v: isinstance(v, str) or _is_int(v), "a string"),
+    "prompt": (lambda v: isinstance(v, str), "a string"),
+    "messages": (_is_messages, "a list of objects with a role and a content"),
+    "token_ids": (_is_token_ids, "a list of token ids"),
+    "max_new_tokens": (_is_int, "a whole number"),
+    "temperature": (_is_number, "a number"),
+    "top_p": (_is_number, "a number"),
+    "top_k": (_is_int, "a whole number"),
+    "seed": (_is_int, "a whole number"),
+    "stop": (_is_stop, "a string or a list of strings"),
+    "stop_token_ids": (_is_token_ids, "a list of token ids"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+}
+
+
+def read_prompts(text: str, source: str, defaults: SamplingParams) -> tuple[list[Prompt], list[BadLine]]:
+    """All prompts of `text`, in order, and all lines that are none.
+
+    `defaults` holds what a line does not say; a request without a seed gets one from `defaults.seed` and its id. A
+    line without an id is called by its number. Blank lines are skipped.
+    """
+    prompts: list[Prompt] = []
+    bad: list[BadLine] = []
+    lines_of_id: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _parse(line, number, len(prompts), defaults)
+            if prompt.id in lines_of_id:
+                raise ValueError(f"id {prompt.id!r} is also that of line {lines_of_id[prompt.id]}")
+        except ValueError as error:
+            bad.append(BadLine(source, number, str(error)))
+            continue
+        lines_of_id[prompt.id] = number
+        prompts.append(prompt)
+    return prompts, bad
+
+
+def _parse(line: str, number: int, index: int, defaults: SamplingParams) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for key, value in row.items():
+        if key not in _FIELDS:
+            raise ValueError(f"unknown key {key!r}; {closest(key, _FIELDS) or 'known: ' + ', '.join(_FIELDS)}")
+        fits, wanted = _FIELDS[key]
+        if not fits(value):
+            raise ValueError(f"{key} must be {wanted}")
+    kinds = [kind for kind in _CONTENT if kind in row]
+    if len(kinds) != 1:
+        raise ValueError(f"needs one of {', '.join(_CONTENT)}; has {' and '.join(kinds) or 'none'}")
+    request_id = str(row.get("id", number))
+    params = _params(row, request_id, defaults)
+    return Prompt(id=request_id, index=index, kind=kinds[0], content=row[kinds[0]], params=params)
+
+
+def _params(row: Mapping[str, Any], request_id: str, defaults: SamplingParams) -> SamplingParams:
+    stop = row.get("stop", defaults.stop)
+    return SamplingParams(
+        max_new_tokens=row.get("max_new_tokens", defaults.max_new_tokens),
+        temperature=row.get("temperature", defaults.temperature),
+        top_p=row.get("top_p", defaults.top_p),
+        top_k=row.get("top_k", defaults.top_k),
+        seed=row.get("seed", request_seed(defaults.seed, request_id)),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(row.get("stop_token_ids", defaults.stop_token_ids)),
+        ignore_eos=row.get("ignore_eos", defaults.ignore_eos),
+    )
