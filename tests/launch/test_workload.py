@@ -1,0 +1,59 @@
+"""Prompt files: what a line may say, and that a bad line is named and harms no other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from launch.sampling import SamplingParams, request_seed
+from launch.workload import read_prompts
+
+DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=3)
+
+
+def read(*lines):
+    return read_prompts("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), "p", DEFAULTS)
+
+
+def test_all_kinds_and_fields():
+    prompts, bad = read(
+        {"id": "a", "prompt": "hi"},
+        "",
+        {"messages": [{"role": "user", "content": "x"}], "stop": "end", "seed": 8, "max_new_tokens": 1},
+        {"id": 7, "token_ids": [1, 2], "stop": ["u", "v"], "stop_token_ids": [5], "ignore_eos": True, "top_k": 3, "top_p": 0.5,
+         "temperature": 0},
+    )  # fmt: skip
+    assert not bad
+    assert [(p.id, p.index, p.kind) for p in prompts] == [("a", 0, "prompt"), ("3", 1, "messages"), ("7", 2, "token_ids")]
+    a, b, c = (p.params for p in prompts)
+    assert a == SamplingParams(max_new_tokens=9, temperature=0.5, seed=request_seed(3, "a"))
+    assert (b.stop, b.seed, b.max_new_tokens) == (("end",), 8, 1)
+    assert (c.stop, c.stop_token_ids, c.ignore_eos, c.top_k, c.top_p, c.temperature) == (("u", "v"), (5,), True, 3, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "x"', "not JSON: Expecting ',' delimiter at column 15"),
+        ("[1]", "not a JSON object"),
+        ('{"prompts": "x"}', "unknown key 'prompts'; did you mean prompt?"),
+        ('{"id": "x"}', "needs one of prompt, messages, token_ids; has none"),
+        ('{"prompt": "x", "token_ids": [1]}', "has prompt and token_ids"),
+        ('{"prompt": 3}', "prompt must be a string"),
+        ('{"token_ids": [1, -1]}', "token_ids must be a list of token ids"),
+        ('{"token_ids": [true]}', "token_ids must be"),
+        ('{"messages": [{"content": "x"}]}', "messages must be a list of objects"),
+        ('{"prompt": "x", "temperature": "hot"}', "temperature must be a number"),
+        ('{"prompt": "x", "temperature": -1}', "temperature=-1: allowed 0 or more"),
+        ('{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens=0: allowed 1 or more"),
+        ('{"id": "good", "prompt": "x"}', "id 'good' is also that of line 1"),
+    ],
+)
+def test_a_bad_line_is_named_and_the_others_stay(line, words):
+    prompts, bad = read({"id": "good", "prompt": "x"}, line, {"id": "last", "prompt": "x\u2028y"})
+    assert [p.id for p in prompts] == ["good", "last"]
+    assert [p.index for p in prompts] == [0, 1]
+    (error,) = bad
+    assert str(error).startswith("p:2: ")
+    assert words in str(error)
