@@ -1,0 +1,33 @@
+"""What the decoder asks of attention: one plan a forward, one call a layer.
+
+Its own file so that other kernels (variable-length, captured, fused) come in beside `torch_sdpa.py` without a change to
+a model. A plan belongs to one (u)batch: it is made by that ubatch's forward and shares nothing with its siblings.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moe.batch import ForwardBatch
+from moe.config import ModelConfig
+from moe.kv_cache import KVCache
+
+
+class AttentionPlan(Protocol):
+    """Attention of one batch, with everything prepared that is the same in all layers."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Store keys and values, then let every query see the keys of its request up to itself.
+
+        q and out [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated; `out` is written in place,
+        with zeros in rows of padding. Does not block the host on a device.
+        """
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention."""
+
+    def __call__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> AttentionPlan:
+        """Prepare one forward."""

@@ -1,0 +1,58 @@
+"""The paged KV cache: fixed blocks of `block_size` token slots, named by block tables.
+
+Its own file because the engine asks only for its size and hands out block numbers, and attention only for one layer's
+memory. Invariant: every slot of a block that can be handed out holds finite numbers (zeros, or what a real token
+wrote), because attention reads whole blocks and masks afterwards, and 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of all layers, [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim].
+
+    The extra last block is a sink: slot -1 is its last row, so rows of padding are written there without a branch or
+    a host synchronisation, and nothing reads it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate `num_blocks` usable blocks, zeroed."""
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_layers = config.num_layers
+        self._memory = torch.zeros(
+            config.num_layers,
+            2,
+            (num_blocks + 1) * block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Memory of one block over all layers, in bytes."""
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        return block_size * per_token
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [num_slots, num_kv_heads, head_dim], indexed by slot."""
+        return self._memory[index, 0], self._memory[index, 1]
+
+    def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [T, num_kv_heads, head_dim] of layer `index` at `slots` [T] int64; -1 = nowhere."""
+        stored_keys, stored_values = self.layer(index)
+        stored_keys[slots] = keys
+        stored_values[slots] = values

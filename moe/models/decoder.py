@@ -1,0 +1,244 @@
+"""The decoder that all families share: norm, attention, norm, experts, with residuals.
+
+Its own file because it is the whole model: parameters are declared (`declare_params`), loaded elsewhere, and used
+here. It never touches streams, turns or ranks; a ubatch yields inside `MoELayer`, through `Work` alone, and the same
+code runs with one ubatch or several.
+
+Shapes: T tokens with padding, H hidden, Q num_heads, K num_kv_heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dbo.context import note_layer
+from moe.all2all.base import All2All
+from moe.attention.base import AttentionBackend, AttentionPlan
+from moe.attention.rotary import Rotary, rotate
+from moe.attention.torch_sdpa import TorchAttention
+from moe.batch import ForwardBatch
+from moe.config import ModelConfig
+from moe.experts import ExpertWeights
+from moe.kv_cache import KVCache
+from moe.layer import MoELayer
+from moe.models.family import Family
+from moe.router import Router
+from moe.weights import Param, Piece
+
+Params = Mapping[str, Tensor]
+
+
+class Model:
+    """A language model as one rank holds it: everything but the other ranks' experts."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        all2all: All2All,
+        *,
+        attention: AttentionBackend = TorchAttention,
+    ) -> None:
+        """Use the tensors of `declare_params`, loaded."""
+        self.config = config
+        self.embedding = params["embedding"]
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.layers = [_make_layer(config, params, all2all, i) for i in range(config.num_layers)]
+        self._attention = attention
+        self._rotary = Rotary(config, self.device)
+        self._final_norm = params["final_norm"]
+        self._head = self.embedding if config.tie_embeddings else params["head"]
+
+    @torch.inference_mode()
+    def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """One forward: [T, H] hidden states before the last norm, undefined in rows of padding; writes `kv`.
+
+        One or more yield points a layer. Does not wait for a device.
+        """
+        plan = self._attention(self.config, batch, kv)
+        angles = self._rotary.angles(batch.positions, self.dtype)
+        x = F.embedding(batch.input_ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            note_layer(index)
+            x = layer(x, angles, plan, batch)
+        return x
+
+    @torch.inference_mode()
+    def compute_logits(self, rows: Tensor) -> Tensor:
+        """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
+        return F.linear(_norm(rows, self._final_norm, self.config), self._head).float()
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """One decoder layer."""
+
+    attention: SelfAttention
+    attention_norm: Callable[[Tensor], Tensor]
+    mlp: Callable[[Tensor, ForwardBatch], Tensor]
+    mlp_norm: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        x = x + self.attention(self.attention_norm(x), angles, plan)
+        return x + self.mlp(self.mlp_norm(x), batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttention:
+    """Grouped-query attention of one layer, with q/k norms if the family has them."""
+
+    config: ModelConfig
+    index: int
+    qkv: Tensor  # [(Q + 2 K) D, H]
+    out: Tensor  # [H, Q D]
+    qkv_bias: Tensor | None
+    out_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        """x [T, H], normed -> [T, H] without the residual."""
+        c = self.config
+        qkv = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, c.head_dim))
+        if self.q_norm is None or self.k_norm is None:
+            turned = rotate(qkv[:, : -c.num_kv_heads], angles)
+            q, k = turned[:, : c.num_heads], turned[:, c.num_heads :]
+        else:
+            q, k = qkv[:, : c.num_heads], qkv[:, c.num_heads : -c.num_kv_heads]
+            q, k = rotate(_norm(q, self.q_norm, c), angles), rotate(_norm(k, self.k_norm, c), angles)
+        seen = torch.empty_like(q, memory_format=torch.contiguous_format)
+        plan.attend(self.index, q, k, qkv[:, -c.num_kv_heads :], seen)
+        return F.linear(seen.flatten(1), self.out, self.out_bias)
+
+
+def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
+
+
+def _make_layer(config: ModelConfig, params: Params, all2all: All2All, index: int) -> Layer:
+    at = f"layers.{index}."
+    attention = SelfAttention(
+        config=config,
+        index=index,
+        qkv=params[at + "qkv"],
+        out=params[at + "out"],
+        qkv_bias=params.get(at + "qkv_bias"),
+        out_bias=params.get(at + "out_bias"),
+        q_norm=params.get(at + "q_norm"),
+        k_norm=params.get(at + "k_norm"),
+    )
+    return Layer(
+        attention=attention,
+        attention_norm=lambda x: _norm(x, params[at + "attention_norm"], config),
+        mlp=_dense_mlp(params, at) if index in config.dense_layers else _moe_mlp(config, params, all2all, at),
+        mlp_norm=lambda x: _norm(x, params[at + "mlp_norm"], config),
+    )
+
+
+def _dense_mlp(params: Params, at: str) -> Callable[[Tensor, ForwardBatch], Tensor]:
+    def mlp(x: Tensor, batch: ForwardBatch) -> Tensor:
+        gate, up = F.linear(x, params[at + "w_gate_up"]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, params[at + "w_down"])
+
+    return mlp
+
+
+def _moe_mlp(
+    config: ModelConfig, params: Params, all2all: All2All, at: str
+) -> Callable[[Tensor, ForwardBatch], Tensor]:
+    router = Router(gate=params[at + "router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob)
+    experts = ExpertWeights(w_gate_up=params[at + "w_gate_up"], w_down=params[at + "w_down"])
+    layer = MoELayer(router, experts, all2all)
+    return lambda x, batch: layer(x, batch.num_tokens, batch.num_tokens_per_rank)
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def declare_params(config: ModelConfig, family: Family, experts: range) -> dict[str, Param]:
+    """Every parameter of a rank that holds `experts` of each layer, with the tensors on disk that make it up."""
+    c, table = config, (config.vocab_size, config.hidden)
+    params = {
+        "embedding": _stack(Piece("model.embed_tokens.weight", table)),
+        "final_norm": _ones("model.norm.weight", c.hidden),
+    }
+    if not c.tie_embeddings:
+        params["head"] = _stack(Piece("lm_head.weight", table))
+    for index in range(c.num_layers):
+        source = f"model.layers.{index}."
+        layer = _attention_params(c, source)
+        if index in c.dense_layers:
+            layer |= _dense_params(c, source + "mlp.")
+        else:
+            layer |= _expert_params(c, family, source, experts)
+        params |= {f"layers.{index}.{name}": param for name, param in layer.items()}
+    return params
+
+
+def _attention_params(c: ModelConfig, source: str) -> dict[str, Param]:
+    attn = source + "self_attn."
+    widths = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads, "v_proj": c.num_kv_heads}
+    widths = {name: heads * c.head_dim for name, heads in widths.items()}
+    params = {
+        "attention_norm": _ones(source + "input_layernorm.weight", c.hidden),
+        "mlp_norm": _ones(source + "post_attention_layernorm.weight", c.hidden),
+        "qkv": _stack(*(Piece(f"{attn}{name}.weight", (width, c.hidden)) for name, width in widths.items())),
+        "out": _stack(Piece(attn + "o_proj.weight", (c.hidden, c.num_heads * c.head_dim))),
+    }
+    if c.attention_bias:
+        params["qkv_bias"] = _stack(*(Piece(f"{attn}{name}.bias", (width,)) for name, width in widths.items()))
+        params["out_bias"] = _stack(Piece(attn + "o_proj.bias", (c.hidden,)))
+    if c.qk_norm:
+        params["q_norm"] = _ones(attn + "q_norm.weight", c.head_dim)
+        params["k_norm"] = _ones(attn + "k_norm.weight", c.head_dim)
+    return params
+
+
+def _dense_params(c: ModelConfig, mlp: str) -> dict[str, Param]:
+    up = (c.dense_width, c.hidden)
+    return {
+        "w_gate_up": _stack(Piece(mlp + "gate_proj.weight", up), Piece(mlp + "up_proj.weight", up)),
+        "w_down": _stack(Piece(mlp + "down_proj.weight", up[::-1])),
+    }
+
+
+def _expert_params(c: ModelConfig, family: Family, source: str, experts: range) -> dict[str, Param]:
+    """Checkpoints hold each expert's matrices apart, or (newer) those of all experts in one tensor."""
+    module, up = source + family.moe_module + ".", (c.expert_width, c.hidden)
+    gate_name, up_name, down_name = family.expert_names
+
+    def gate_up_of(expert: int) -> list[Piece]:
+        return [Piece(f"{module}experts.{expert}.{name}.weight", up) for name in (gate_name, up_name)]
+
+    def down_of(expert: int) -> list[Piece]:
+        return [Piece(f"{module}experts.{expert}.{down_name}.weight", up[::-1])]
+
+    def held(pieces_of: Callable[[int], list[Piece]], fused: str, shape: tuple[int, int]) -> Param:
+        return Param(
+            shape=(len(experts), *shape),
+            pieces=tuple(piece for expert in experts for piece in pieces_of(expert)),
+            fused=tuple(Piece(f"{source}mlp.experts.{fused}", (c.num_experts, *shape), experts) for _ in (0,)),
+            needed=tuple(p for e in range(c.num_experts) if e not in experts for p in pieces_of(e)),
+        )
+
+    return {
+        "router": _stack(Piece(module + "gate.weight", (c.num_experts, c.hidden))),
+        "w_gate_up": held(gate_up_of, "gate_up_proj", (2 * c.expert_width, c.hidden)),
+        "w_down": held(down_of, "down_proj", (c.hidden, c.expert_width)),
+    }
+
+
+def _stack(*pieces: Piece) -> Param:
+    """Matrices with the same columns, one above the other."""
+    rows = sum(piece.shape[0] for piece in pieces)
+    return Param(shape=(rows, *pieces[0].shape[1:]), pieces=pieces)
+
+
+def _ones(name: str, width: int) -> Param:
+    return Param(shape=(width,), pieces=(Piece(name, (width,)),), ones=True)
