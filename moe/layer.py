@@ -1,7 +1,7 @@
 """The MoE layer: router, dispatch, experts, combine.
 
-Its own file so that the order of a layer can be read in one place. It knows nothing of ranks, streams, turns or graphs: the two
-yield points are inside `Work`, and with one ubatch they are plain calls.
+Its own file so that the order of a layer can be read in one place. It knows nothing of ranks, streams, turns or
+graphs: the two yield points are inside `Work`, and with one ubatch they are plain calls.
 
 ```
 compute | router    | experts    | shared experts | + residual (the model's)
@@ -21,7 +21,8 @@ from moe.router import Router
 
 
 class MoELayer:
-    """One layer's routed experts over all ranks of `all2all`, with shared experts, if any, computed while the rows come back."""
+    """One layer's routed experts over all ranks of `all2all`, with shared experts, if any, computed while the
+    rows come back."""
 
     def __init__(
         self,
@@ -32,13 +33,12 @@ class MoELayer:
     ):
         self.router, self.experts, self.all2all, self.shared = router, experts, all2all, shared
 
-    def __call__(
-        self, x: Tensor, num_tokens: int | Tensor, num_tokens_per_rank: Sequence[int] | None = None
-    ) -> Tensor:
-        """Run x [T, hidden], of which the first `num_tokens` rows are real; gives [T, hidden] without the residual.
+    def __call__(self, x: Tensor, num_tokens: int | Tensor, num_tokens_per_rank: Sequence[int] | None = None) -> Tensor:
+        """Run x [T, hidden], of which the first `num_tokens` rows are real; gives [T, hidden] without the
+        residual.
 
-        `num_tokens_per_rank`: real rows of every rank in this ubatch where known (see `All2All.dispatch`). Two yield points.
-        Padded rows of the result are undefined where there are shared experts, else 0.
+        `num_tokens_per_rank`: real rows of every rank in this ubatch where known (see `All2All.dispatch`). Two
+        yield points. Padded rows of the result are undefined where there are shared experts, else 0.
         """
         topk_weights, topk_idx = self.router(x, num_tokens)
         received = self.all2all.dispatch(x, topk_idx, topk_weights, num_tokens_per_rank).result()

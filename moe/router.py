@@ -1,7 +1,8 @@
 """Which experts a token goes to, and with what weight.
 
-Its own file because families differ here and nowhere else in the layer: Mixtral always renormalises the chosen weights, Qwen3-MoE
-does so if its `norm_topk_prob` says it. Invariant: rows at and beyond `num_tokens` get id -1 and weight 0, whatever they contain.
+Its own file because families differ here and nowhere else in the layer: Mixtral always renormalises the chosen
+weights, Qwen3-MoE does so if its `norm_topk_prob` says it. Invariant: rows at and beyond `num_tokens` get id -1
+and weight 0, whatever they contain.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Router:
         return route(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
 
 
-def route(
-    logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in float32, then the `num_topk` largest, renormalised to sum 1 if `norm_topk_prob`.
+def route(logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts in float32, then the `num_topk` largest, renormalised to sum 1 if
+    `norm_topk_prob`.
 
-    logits [T, num_experts] of any float type; `num_tokens` an int, or a 0-d device tensor where a graph replays with other counts.
-    Gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64, largest weight first; -1 and 0 in padded rows.
+    logits [T, num_experts] of any float type; `num_tokens` an int, or a 0-d device tensor where a graph replays
+    with other counts. Gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64, largest weight
+    first; -1 and 0 in padded rows.
     """
     weights, experts = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(num_topk, dim=-1)
     if norm_topk_prob:

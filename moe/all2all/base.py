@@ -1,15 +1,18 @@
 """What the MoE layer asks of a transport, and nothing about any transport.
 
-Its own file because three parties meet here: the layer (calls `dispatch` and `combine`), the expert path (reads `Dispatched`) and
-the backends. A backend is one class that satisfies `All2All`; `pytest tests/moe/all2all --backend module:Class` shows whether it does.
+Its own file because three parties meet here: the layer (calls `dispatch` and `combine`), the expert path (reads
+`Dispatched`) and the backends. A backend is one class that satisfies `All2All`; `pytest tests/moe/all2all
+--backend module:Class` shows whether it does.
 
 Invariants every backend keeps:
 
-- a token crosses to a destination rank once, however many of that rank's experts it chose, and a row with ids -1 does not cross;
-- the experts return one row per received token, already weighted and summed over that rank's experts; the source adds the rows of
-  the ranks in ascending rank order, so a result depends on neither timing nor the other tokens of the batch;
-- the handle of an operation travels in the value (`Dispatched.handle`), never in the backend: the number of operations in flight
-  is limited only by `Capabilities.max_in_flight`.
+- a token crosses to a destination rank once, however many of that rank's experts it chose, and a row with ids
+  -1 does not cross;
+- the experts return one row per received token, already weighted and summed over that rank's experts; the
+  source adds the rows of the ranks in ascending rank order, so a result depends on neither timing nor the other
+  tokens of the batch;
+- the handle of an operation travels in the value (`Dispatched.handle`), never in the backend: the number of
+  operations in flight is limited only by `Capabilities.max_in_flight`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dbo.errors import ConfigError
@@ -63,12 +67,13 @@ class Capabilities:
 class Dispatched:
     """The tokens a rank received, in one of two layouts, with what the way back needs.
 
-    rows: `x` [n, hidden], `topk_idx` [n, num_topk] int64 local expert ids in any order, -1 = not on this rank; a row of nothing but
-    -1 is filler, its `x` is undefined and may be NaN. `topk_weights` [n, num_topk] float32, undefined where the id is -1. Strides
-    are free except that the last dimension is contiguous.
+    rows: `x` [n, hidden], `topk_idx` [n, num_topk] int64 local expert ids in any order, -1 = not on this rank;
+    a row of nothing but -1 is filler, its `x` is undefined and may be NaN. `topk_weights` [n, num_topk]
+    float32, undefined where the id is -1. Strides are free except that the last dimension is contiguous.
 
-    padded: `x` [num_local_experts, capacity, hidden]; expert e owns the first `num_tokens_per_expert[e]` rows of `x[e]`, the rest
-    are undefined; `topk_idx` and `topk_weights` are None, because the source applies the weights.
+    padded: `x` [num_local_experts, capacity, hidden]; expert e owns the first `num_tokens_per_expert[e]` rows
+    of `x[e]`, the rest are undefined; `topk_idx` and `topk_weights` are None, because the source applies the
+    weights.
     """
 
     x: Tensor
@@ -82,8 +87,8 @@ class Dispatched:
 class All2All(Protocol):
     """A transport of tokens to the ranks that hold their experts, and back.
 
-    Both operations return at once with a `Work`, whose `result()` is a yield point. Every rank of the group makes the same calls
-    in the same order, with no tokens too.
+    Both operations return at once with a `Work`, whose `result()` is a yield point. Every rank of the group
+    makes the same calls in the same order, with no tokens too.
     """
 
     name: str
@@ -91,6 +96,9 @@ class All2All(Protocol):
     ep_rank: int
     ep_size: int
     num_experts: int
+    group: dist.ProcessGroup | None
+    """The ranks. Whoever abandons a group after a failed step puts the new one here, on all ranks, before the
+    next step."""
 
     def dispatch(
         self,
@@ -101,14 +109,15 @@ class All2All(Protocol):
     ) -> Work[Dispatched]:
         """Send each token to the ranks that hold its experts.
 
-        x [num_tokens, hidden]; topk_idx [num_tokens, num_topk] int64 global expert ids, each at most once a row, -1 = not routed;
-        topk_weights [num_tokens, num_topk] float32. `num_tokens_per_rank`: how many leading rows of every rank's `x` may be
-        routed, the same tuple on all ranks; with it a backend need not ask how much it will receive.
-        Raises ValueError for a wrong shape or dtype.
+        x [num_tokens, hidden]; topk_idx [num_tokens, num_topk] int64 global expert ids, each at most once a
+        row, -1 = not routed; topk_weights [num_tokens, num_topk] float32. `num_tokens_per_rank`: how many
+        leading rows of every rank's `x` may be routed, the same tuple on all ranks; with it a backend need not
+        ask how much it will receive. Raises ValueError for a wrong shape or dtype.
         """
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
-        """Bring the experts' rows back: y has the shape of `sent.x`; gives [num_tokens, hidden], 0 for rows not routed."""
+        """Bring the experts' rows back: y has the shape of `sent.x`; gives [num_tokens, hidden], 0 for rows not
+        routed."""
 
     def close(self) -> None:
         """Give back what the backend holds; the group is the caller's."""
@@ -132,7 +141,8 @@ def check_routing(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
         if tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype}; dispatch takes {dtype}")
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != topk_idx.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} beside {x.shape[0]} tokens; dispatch takes [num_tokens, num_topk]")
+            shapes = ", ".join(str(tuple(t.shape)) for t in (x, topk_idx, topk_weights))
+            raise ValueError(f"x, topk_idx and topk_weights have shapes {shapes}; their rows are not the same tokens")
 
 
 def check_in_flight(all2all: All2All, num_ubatches: int) -> None:
@@ -145,6 +155,6 @@ def check_in_flight(all2all: All2All, num_ubatches: int) -> None:
         raise ConfigError(
             "num_ubatches",
             num_ubatches,
-            f"at most {all2all.name}'s {limit} operations in flight",
+            f"it exceeds {all2all.name}'s {limit} operations in flight",
             f"use {limit} or --all2all torch",
         )

@@ -1,0 +1,60 @@
+"""The transports by name.
+
+Its own file so that the backends do not know each other and are imported when chosen: `deep_ep`, say, is not
+there on a laptop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from dbo.errors import ConfigError
+from moe.all2all.base import All2All, ExpertShape
+
+BACKENDS = {
+    "local": "moe.all2all.local:LocalAll2All",
+    "torch": "moe.all2all.torch_dist:TorchAll2All",
+}
+
+
+def make_all2all(
+    name: str,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    config: ExpertShape,
+    max_tokens_per_rank: int,
+    check: Callable[[], None] | None = None,
+) -> All2All:
+    """Make the backend `name` ("auto", a key of `BACKENDS`, or "module:Class" of your own) for the ranks of
+    `group`.
+
+    `max_tokens_per_rank`: rows of the largest batch of any rank, the same on all; `check` is called while the
+    host waits and raises to abandon the wait. "auto" is local for one rank, else torch. Raises ConfigError for
+    a name that does not exist.
+    """
+    if name == "auto":
+        name = "local" if group is None or group.size() == 1 else "torch"
+    backend = _load(BACKENDS.get(name, name))
+    made: All2All = backend(
+        group=group, device=device, config=config, max_tokens_per_rank=max_tokens_per_rank, check=check
+    )
+    return made
+
+
+def _load(path: str) -> Callable[..., All2All]:
+    module, colon, attribute = path.partition(":")
+    allowed = f"auto, {', '.join(BACKENDS)} or module:Class"
+    if not colon:
+        close = difflib.get_close_matches(path, ["auto", *BACKENDS], n=1)
+        raise ConfigError("all2all", path, allowed, f"did you mean {close[0]}?" if close else "use auto")
+    try:
+        backend: Callable[..., All2All] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("all2all", path, allowed, f"it cannot be imported: {error}") from error
+    return backend
