@@ -8,6 +8,7 @@ graph mode, whether to stop) is decided here and nowhere else. Invariants:
 - fields have names. A `Vote` subclass with more integer fields adds rows; nothing else changes.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,9 @@ import torch.distributed as dist
 
 from dbo.config import DBOConfig
 from dbo.errors import AgreementError, StepTimeout
+from dbo.work import _done_within as done_within
+
+_WAIT_SLICE = timedelta(milliseconds=50)  # how late a failed peer is noticed; the end of the collective is seen at once
 
 Votes = Mapping[str, Sequence[int]]
 """What all ranks voted: for each field of `Vote`, and for `WANTS`, one integer a rank. Flags are 0 or 1."""
@@ -186,7 +190,7 @@ def _plan(votes: Votes, config: DBOConfig, reason: Reason, rank: int | None, gra
         reason_rank=rank,
         num_tokens_padded=padded,
         num_tokens_per_rank=tuple(num_tokens),
-        uniform_decode=0 not in uniform or not any(n and not u for n, u in zip(num_tokens, uniform, strict=True)),
+        uniform_decode=all(u or not n for n, u in zip(num_tokens, uniform, strict=True)),
         graph_mode=graph_mode,
         finished=0 not in votes["finished"],
         num_rows_per_rank=tuple(votes["num_rows"]),
@@ -211,14 +215,16 @@ def _padding(num_tokens_per_rank: Sequence[int], padded: int) -> str:
 class PendingPlan:
     """A vote that has been cast; the plan follows once all ranks have voted."""
 
-    def __init__(self, finish: Callable[[], BatchPlan]):
-        self._finish = finish
+    __slots__ = ("_agreement", "_number", "_plan", "_work")
+
+    def __init__(self, agreement: "Agreement", number: int, work: dist.Work | None):
+        self._agreement, self._number, self._work = agreement, number, work
         self._plan: BatchPlan | None = None
 
     def result(self) -> BatchPlan:
         """Block the host until every rank has voted. Raises what `Agreement.issue` lists."""
         if self._plan is None:
-            self._plan = self._finish()
+            self._plan = self._agreement._finish(self._number, self._work)
         return self._plan
 
 
@@ -245,7 +251,8 @@ class Agreement:
         self.reason_ranks: Counter[tuple[Reason, int]] = Counter()
         self.num_collectives = 0
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._config, self._policy, self._check = config, policy, check
+        self._config, self._policy, self._check = config, policy, check or (lambda: None)
+        self._num_votes = 0
         names = [field.name for field in fields(vote_type)]
         self._fields = (*names, WANTS)
         self._values_of = attrgetter(*names)
@@ -260,7 +267,7 @@ class Agreement:
         self._tensor = torch.zeros(len(self._fields), self._dp_size, dtype=torch.int32)
         self._array = self._tensor.numpy()
         self._column = self._array[:, self._dp_rank]
-        self._pending: PendingPlan | None = None
+        self._pending: int | None = None
 
     def agree(self, vote: Vote) -> BatchPlan:
         """`issue(vote).result()`."""
@@ -281,8 +288,9 @@ class Agreement:
         if self._group is not None:
             work = self._group.allreduce([self._tensor])
             self.num_collectives += 1
-        self._pending = pending = PendingPlan(lambda: self._finish(pending, work))
-        return pending
+        self._num_votes += 1
+        self._pending = self._num_votes
+        return PendingPlan(self, self._pending, work)
 
     def summary(self) -> str:
         """How often each reason held and on which ranks, most frequent first: for the end of a run."""
@@ -292,8 +300,8 @@ class Agreement:
             lines.append(f"{reason}: {count}" + (f" ({', '.join(ranks)})" if ranks else ""))
         return f"{self._policy.describe()}; steps: " + (", ".join(lines) or "none")
 
-    def _finish(self, pending: PendingPlan, work: dist.Work | None) -> BatchPlan:
-        if self._pending is not pending:
+    def _finish(self, number: int, work: dist.Work | None) -> BatchPlan:
+        if self._pending != number:
             raise AgreementError("this vote was abandoned when the group was renewed")
         if work is not None:
             self._wait(work)
@@ -306,19 +314,12 @@ class Agreement:
 
     def _wait(self, work: dist.Work) -> None:
         limit_s = self._config.step_timeout_s
-        started = time.monotonic()
-        while True:
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError as error:
-                if self._check is not None:
-                    self._check()  # knows better than a closed connection which rank failed, and why
-                if work.is_completed() and "timed out" not in str(error).lower():
-                    raise AgreementError(f"rank {self._dp_rank}: the ranks cannot agree any more: {error}") from error
-            if 0 < limit_s < time.monotonic() - started:
-                raise StepTimeout(f"rank {self._dp_rank}: not all ranks voted within {limit_s:g} s")
-
-
-_POLL = timedelta(milliseconds=50)
-"""How often a wait looks at `check`; a gloo work that has not ended by then stays valid and is waited for again."""
+        deadline = time.monotonic() + limit_s if limit_s else math.inf
+        try:
+            while not done_within(work, _WAIT_SLICE):
+                self._check()
+                if time.monotonic() > deadline:
+                    raise StepTimeout(f"rank {self._dp_rank}: not all ranks voted within {limit_s:g} s")
+        except RuntimeError as error:
+            self._check()  # knows better than a closed connection which rank failed, and why
+            raise AgreementError(f"rank {self._dp_rank} lost the other ranks: {error}") from error
