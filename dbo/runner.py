@@ -1,0 +1,243 @@
+"""Run one step as N ubatches that take turns: the heart of the overlap.
+
+A file of its own because it owns the two things that nothing else may decide: who runs next, and what happens when one
+of them fails.
+
+Two ubatches run the same, unchanged model code. Each passes the turn where it would otherwise wait for a message, so
+its sibling's compute fills the gap::
+
+    compute | A0 | A1 | E0      | E1      | S0 A0' | S1 A1' |      A attention+router, E experts, S shared expert,
+    comm    |    | d0 | d1      | c0      | c1     | d0'    |      d dispatch, c combine; 0/1 the ubatch, ' next layer
+
+Invariants:
+- One ubatch runs at a time, the caller is parked meanwhile, and the turn goes round in order. A ubatch that returns
+  leaves the rotation, so unequal numbers of yields are fine.
+- The first error wins. Each sibling gets the turn once more, finds `UBatchCancelled` at the yield point where it was
+  parked, runs its `finally` blocks, and leaves; one that had not started does not start. When `run` raises, nothing of
+  the step runs any more, and the runner can be used again.
+- Nothing outside the runner changes: no module state, no process-wide setting.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from types import TracebackType
+from typing import Literal, TypeVar, cast
+
+import torch
+
+from dbo.context import UBatchContext, _current, current_ubatch
+from dbo.drivers.base import Body, Driver
+from dbo.drivers.greenlets import GreenletDriver
+from dbo.drivers.threads import ThreadDriver
+from dbo.errors import ConfigError, DBOError, StepTimeout, UBatchCancelled
+from dbo.torch_state import TorchState
+from dbo.trace import Tracer
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+_DRIVERS: dict[str, Callable[[int], Driver]] = {"threads": ThreadDriver, "greenlet": GreenletDriver}
+
+# How long a step that failed may take to unwind before the runner gives up on a ubatch that does not come back.
+_UNWIND_S = 5.0
+
+
+class Step:
+    """The turn protocol of one step: who is left, who runs, who is next, what went wrong first.
+
+    It waits for nothing itself, that is the driver's part; `tests/dbo/test_turn_protocol.py` runs it through all
+    interleavings. Kept by the runner and begun anew for every step. Ubatches see it as `context.Turns`.
+    """
+
+    def __init__(self, driver: Driver, contexts: list[UBatchContext]) -> None:
+        self.error: BaseException | None = None
+        self.running = 0
+        self.live: list[int] = []
+        self._driver = driver
+        self._contexts = contexts
+        self._next: list[int] = []
+        self._deadline = float("inf")
+
+    def begin(self, num_ubatches: int, *, interleave: bool, timeout_s: float = 0) -> None:
+        """Start a step. Without `interleave` a yield keeps the turn, so the ubatches run one after another."""
+        self.error = None
+        self.running = 0
+        self.live = list(range(num_ubatches))
+        self._next = [(k + 1) % num_ubatches for k in self.live] if interleave else list(self.live)
+        self._deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
+
+    def pass_turn(self, index: int) -> None:
+        """See `Turns.pass_turn`."""
+        following = self._next[index]
+        if following != index:
+            self.running = following
+            self._driver.switch(index, following)
+        if self.error is not None:
+            raise UBatchCancelled
+
+    def next_ubatch(self, index: int) -> UBatchContext:
+        """See `Turns.next_ubatch`."""
+        return self._contexts[self._next[index]]
+
+    def check(self) -> None:
+        """See `Turns.check`."""
+        if self.error is not None:
+            raise UBatchCancelled
+        if time.monotonic() > self._deadline:
+            raise StepTimeout(f"the step ran out of time in ubatch {self.running}: {self.positions()}")
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Keep the first error and say where it happened; what comes after it is a consequence."""
+        if self.error is None:
+            error.add_note(where)
+            self.error = error
+        elif not isinstance(error, UBatchCancelled):
+            self.error.add_note(f"while stopping: {where}: {error!r}")
+
+    def leave(self, index: int) -> int | None:
+        """Take a ubatch that ended out of the rotation; return who goes on, None after the last one."""
+        place = self.live.index(index)
+        del self.live[place]
+        for k in self.live:
+            if self._next[k] == index:
+                self._next[k] = self._next[index]
+        if not self.live:
+            return None
+        self.running = self.live[place % len(self.live)]
+        return self.running
+
+    def positions(self) -> str:
+        """Say how far every ubatch got."""
+        num = len(self._next)
+        return "; ".join(c.position + ("" if c.index in self.live else ", ended") for c in self._contexts[:num])
+
+
+class UBatchRunner:
+    """Runs steps of up to `num_ubatches` ubatches, in kept threads or greenlets. Close it, or use it as a context.
+
+    device: where the model runs. driver: "threads" (default) or "greenlet" (one OS thread, much cheaper turns, needs
+    the package greenlet; a host-side wait then holds up every ubatch). rank: only named in messages. step_timeout_s:
+    limit of one step, 0 = none; with greenlets only host-side waits watch it. tracer: records who ran when.
+    """
+
+    def __init__(
+        self,
+        num_ubatches: int,
+        *,
+        device: torch.device,
+        driver: Literal["threads", "greenlet"] = "threads",
+        rank: int = 0,
+        step_timeout_s: float = 60.0,
+        tracer: Tracer | None = None,
+    ) -> None:
+        if num_ubatches < 1:
+            raise ConfigError("num_ubatches", num_ubatches, "at least 1")
+        if driver not in _DRIVERS:
+            raise ConfigError("driver", driver, " or ".join(_DRIVERS))
+        if step_timeout_s < 0:
+            raise ConfigError("step_timeout_s", step_timeout_s, "seconds, 0 = no limit")
+        self.num_ubatches = num_ubatches
+        self._device = torch.device(device)
+        self._rank = rank
+        self._timeout_s = step_timeout_s
+        self._busy = False
+        self._state: TorchState | None = None
+        self._driver = _DRIVERS[driver](num_ubatches)
+        self._contexts: list[UBatchContext] = []
+        self._step = Step(self._driver, self._contexts)
+        comm = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        for k in range(num_ubatches):
+            self._contexts.append(UBatchContext(k, num_ubatches, self._step, tracer=tracer, comm_stream=comm))
+        self._close = weakref.finalize(self, self._driver.close)  # a runner that is dropped leaks no thread either
+
+    def run(self, fn: Callable[[A], T], items: Sequence[A], *, interleave: bool = True) -> list[T]:
+        """Run `fn(items[k])` in ubatch k, and return the results in order. Blocks until every ubatch has ended.
+
+        `fn` sees the caller's thread-local state: device, current stream, grad and inference mode, autocast, default
+        device, context variables. With `interleave=False` the ubatches run one after another, through the same code and
+        to the same bits. Raises the first error of any ubatch, with a note that says where it happened; `StepTimeout`
+        past the limit; `DBOError` for a run inside a run, or after a step whose ubatch never came back.
+        """
+        num, step, contexts = len(items), self._step, self._contexts
+        if not 1 <= num <= self.num_ubatches:
+            raise ConfigError("items", num, f"1 to {self.num_ubatches}", "make a runner with a larger num_ubatches")
+        self._refuse_if_not_idle()
+        results: list[T | None] = [None] * num
+        variables = [copy_context() for _ in range(num)]
+        state = self._caller_state()
+
+        def body(k: int) -> int | None:
+            try:
+                if step.error is None:
+                    with nullcontext() if state.exact() else state.applied():
+                        results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k])
+            except BaseException as error:
+                step.fail(error, f"rank {self._rank}, {contexts[k].position}")
+            return step.leave(k)
+
+        try:
+            self._busy = True
+            for context in contexts[:num]:
+                context.reset(num, state.stream)
+            step.begin(num, interleave=interleave, timeout_s=self._timeout_s)
+            self._drive(body, state)
+            if step.error is not None:
+                raise step.error
+            return cast("list[T]", results)
+        finally:
+            self._busy = False
+            if self._driver.settle(0):
+                step.error = None  # it holds the frames, and so the tensors, of the step
+            del body
+
+    def report(self) -> str:
+        """Say how far each ubatch of the current or last step got. For watchdogs: callable from any thread."""
+        return f"rank {self._rank}: {self._step.positions()}"
+
+    def close(self) -> None:
+        """End the kept threads or greenlets. A second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> UBatchRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _drive(self, body: Body, state: TorchState) -> None:
+        """Start the step and wait for it; on an interrupt or a time-out have the ubatches stop, and wait for that."""
+        step, driver = self._step, self._driver
+        try:
+            if driver.run(body, state, self._timeout_s):
+                return
+            step.fail(StepTimeout(f"the step took longer than {self._timeout_s:g} s"), self.report())
+        except BaseException as error:  # whatever a signal handler raised while this thread was parked
+            step.fail(error, f"rank {self._rank}, in the caller, interrupted; {step.positions()}")
+        driver.settle(_UNWIND_S)
+
+    def _caller_state(self) -> TorchState:
+        if self._state is None or not self._state.exact():
+            self._state = TorchState.capture(self._device)
+        return self._state
+
+    def _refuse_if_not_idle(self) -> None:
+        if not self._close.alive:
+            raise DBOError("this runner is closed")
+        if current_ubatch() is not None or self._busy:
+            raise DBOError("a run inside a run: ubatches cannot be split again, and a runner runs one step at a time")
+        if not self._driver.settle(0):
+            raise DBOError(f"a ubatch of an earlier step has not come back yet: {self.report()}")
+
+
+def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A) -> T:
+    _current.set(context)
+    context.begin_compute()
+    result = fn(item)
+    context.run_recv_hook()
+    context.end_compute()
+    return result

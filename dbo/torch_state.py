@@ -1,0 +1,148 @@
+"""The part of torch's state that belongs to a thread: captured in the caller, applied in its ubatches.
+
+A file of its own because torch keeps this state in a dozen places and both drivers need all of them: device and current
+stream, grad and inference mode, autocast, and the stack of function modes (which holds the default device). The default
+dtype belongs to the process; context variables, torch's compiler configuration among them, travel with
+`contextvars.copy_context()` (see `runner.py`).
+
+Invariant: `applied()` leaves everything as it found it, also after an error. Each part is set to absolute values, never
+relative to a stack, so that greenlets may enter and leave in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import (
+    DispatchKey,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+)
+
+Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchState:
+    """One thread's torch state. `stream` is None on the CPU.
+
+    Autocast is off while its dispatch key is excluded: asking for the key costs a third of asking autocast itself.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: Autocast
+    autocast_key: Any
+    autocast_off: bool
+    modes: tuple[Any, ...]
+    num_modes: int
+    plain: bool
+    device: torch.device
+    device_index: int | None
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> TorchState:
+        """Return the state of this thread, as far as it matters for `device`."""
+        cuda = device.type == "cuda"
+        key = DispatchKey.AutocastCUDA if cuda else DispatchKey.AutocastCPU
+        autocast_off = _dispatch_tls_is_dispatch_key_excluded(key)
+        modes = _modes()
+        return cls(
+            grad=is_grad_enabled(),
+            inference=is_inference_mode_enabled(),
+            autocast=_autocast(device),
+            autocast_key=key,
+            autocast_off=autocast_off,
+            modes=modes,
+            num_modes=len(modes),
+            plain=autocast_off and not modes and not cuda,
+            device=device,
+            device_index=torch.cuda.current_device() if cuda else None,
+            stream=torch.cuda.current_stream(device) if cuda else None,
+        )
+
+    def in_force(self) -> bool:
+        """Say whether this thread is in this state: whether anything that a `with` changes is changed.
+
+        For every turn of a greenlet, so it asks no more than it must.
+        """
+        return (
+            is_grad_enabled() is self.grad
+            and is_inference_mode_enabled() is self.inference
+            and _dispatch_tls_is_dispatch_key_excluded(self.autocast_key) is self.autocast_off
+            and _len_torch_function_stack() == self.num_modes
+            and (self.plain or self._rest_in_force())
+        )
+
+    def exact(self) -> bool:
+        """Say the same, and also look at what has no effect yet, such as the dtype of an autocast that is off."""
+        return self.in_force() and _autocast(self.device) == self.autocast
+
+    def _rest_in_force(self) -> bool:
+        return (
+            (self.autocast_off or _autocast(self.device) == self.autocast)
+            and (self.num_modes == 0 or _modes() == self.modes)
+            and (self.stream is None or self._device_in_force())
+        )
+
+    def _device_in_force(self) -> bool:
+        index, stream = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
+        return index == self.device_index and stream == self.stream
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put this thread into this state, and back."""
+        inference, autocast, modes = torch.is_inference_mode_enabled(), _autocast(self.device), _modes()
+        with (
+            nullcontext() if self.stream is None else torch.cuda.stream(self.stream),
+            nullcontext() if self.device_index is None else torch.cuda.device(self.device_index),
+            nullcontext() if inference is self.inference else torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+        ):
+            _set_autocast(self.autocast)
+            _set_modes(self.modes)
+            try:
+                yield
+            finally:
+                _set_modes(modes)
+                _set_autocast(autocast)
+
+
+def _modes() -> tuple[Any, ...]:
+    if _len_torch_function_stack() == 0:
+        return ()
+    return tuple(_get_function_stack_at(k) for k in range(_len_torch_function_stack()))
+
+
+def _set_modes(modes: tuple[Any, ...]) -> None:
+    for _ in range(_len_torch_function_stack()):
+        _pop_torch_function_stack()
+    for mode in modes:
+        _push_on_torch_function_stack(mode)
+
+
+def _autocast(device: torch.device) -> Autocast:
+    cpu = ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    if device.type == "cpu":
+        return torch.is_autocast_cache_enabled(), (cpu,)
+    own = (device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+    return torch.is_autocast_cache_enabled(), (own, cpu)
+
+
+def _set_autocast(autocast: Autocast) -> None:
+    # Not through `torch.autocast`: leaving that clears the cache of casts, which is the caller's as well.
+    cache, per_kind = autocast
+    torch.set_autocast_cache_enabled(cache)
+    for kind, enabled, dtype in per_kind:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
