@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from moe.upcycle import DTYPES, UpcycleOptions, upcycle
+from moe.upcycle import DTYPES, UpcycleError, UpcycleOptions, upcycle
 
 
 @click.command("upcycle")
@@ -32,7 +32,10 @@ def upcycle_command(
     computes. Run again with the same options it finds its result and does nothing.
     """
     options = UpcycleOptions(num_experts=experts, num_topk=top_k, noise=noise, seed=seed, dtype=dtype)
-    result = upcycle(source, out, options, force=force)
+    try:
+        result = upcycle(source, out, options, force=force)
+    except UpcycleError as error:
+        raise click.ClickException(str(error)) from None
     state = "up to date" if result.up_to_date else "written"
     size = result.num_bytes / 2**30
     click.echo(f"{out}: {state}, {experts} experts, top-{top_k}, {size:.2f} GiB in {result.num_shards} files")

@@ -50,6 +50,7 @@ _HF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "sliding_window": None},
     "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
 }
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REFUSED = {
     "mixtral": "it already is a mixture of experts",
     "qwen2_moe": "it already is a mixture of experts",
@@ -106,6 +107,8 @@ class UpcycleOptions:
             raise ConfigError("--top-k", self.num_topk, allowed, "lower --top-k or raise --experts")
         if not 0.0 <= self.noise < float("inf"):
             raise ConfigError("--noise", self.noise, "0 or more", "0.2 makes experts clearly different")
+        if self.max_shard_bytes < 1:
+            raise ConfigError("max_shard_bytes", self.max_shard_bytes, "1 or more")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ConfigError("--dtype", self.dtype, f"auto, {', '.join(DTYPES)}", "auto suits most")
 
@@ -265,7 +268,7 @@ class GGUFSource:
     def tensor(self, name: str) -> Tensor:
         """Dequantise one tensor to float32, rotary halves in transformers' order."""
         stored = self._tensors[name]
-        weight = torch.from_numpy(self._dequantize(stored.data, stored.tensor_type)).float()
+        weight = torch.tensor(self._dequantize(stored.data, stored.tensor_type), dtype=torch.float32)
         if name.endswith("q_proj.weight"):
             return _rotary_halves(weight, self.config["num_attention_heads"])
         if name.endswith("k_proj.weight"):
@@ -379,6 +382,9 @@ def _check_family(config: Mapping[str, Any], path: Path) -> None:
         why = _REFUSED.get(family, "it is not a family that Mixtral's layers are known to express")
         supported = " and ".join(_HF_DEFAULTS)
         raise UpcycleError(f"{path}: model type {family!r} cannot be upcycled: {why} (supported: {supported})")
+    for key in _NEEDED:
+        if not isinstance(config.get(key), int):
+            raise UpcycleError(f"{path}: config.json has no {key}")
     refusals = {
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),

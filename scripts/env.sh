@@ -2,6 +2,15 @@
 # Leaves a `python` that has torch and this repository: an active environment that has torch, else .venv.
 
 step() { printf '\n[%3d s] %s\n' "$SECONDS" "$*"; }
+patiently() {  # runs a silent command, with a dot every two seconds as a sign of life
+    while sleep 2 && kill -0 $$ 2>/dev/null; do printf .; done &
+    local dots=$! status=0
+    "$@" || status=$?
+    kill "$dots"
+    wait "$dots" 2>/dev/null || true
+    echo
+    return "$status"
+}
 has() { python -c "import $1" 2>/dev/null; }
 
 python=${PYTHON:-python3}
@@ -17,13 +26,13 @@ if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! has torch; then
 fi
 if ! has torch; then
     step "Installing PyTorch (TORCH_SPEC chooses which)"
-    python -m pip install --disable-pip-version-check ${TORCH_SPEC:-torch==2.13.0}
+    patiently python -m pip install --quiet --disable-pip-version-check ${TORCH_SPEC:-torch==2.13.0}
 fi
 stamp=$(python -c 'import sys; print(sys.prefix)')/.dbo-moe-$1-$(cksum <pyproject.toml | cut -d' ' -f1)
 if ! [ "$PWD" = "$(cat "$stamp" 2>/dev/null)" ]; then
     step "Installing this repository with [$1]"
-    python -m pip install --disable-pip-version-check -e ".[$1]"
+    patiently python -m pip install --quiet --disable-pip-version-check -e ".[$1]"
     echo "$PWD" >"$stamp"
 fi
 # torchrun would set 1 and say so at length; ranks share the cores.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c 'import os; print(max(1, len(os.sched_getaffinity(0)) // 2))')}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(python -c 'import os; print(max(1, (os.cpu_count() or 2) // 2))')}

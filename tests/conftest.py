@@ -1,3 +1,3 @@
 """What every test may use."""
 
-pytest_plugins = ["tests.ranks"]
+pytest_plugins = ["tests.demo_model", "tests.ranks"]
