@@ -8,11 +8,23 @@ from importlib import metadata
 import click
 
 from launch import cli
+from launch.config import GenerateOptions
+
+
+def _generate() -> click.Command:
+    def run(options: GenerateOptions) -> int:
+        return int(cli.imported("launch.generate:run")(options))  # torch is imported once the options are fine
+
+    return cli.command("generate", GenerateOptions, run, help="Answer the prompts of a file. Start it under torchrun.")
+
 
 COMMANDS = {
-    "upcycle": ("launch.upcycle_command:upcycle_command", "Turn a dense checkpoint into a mixture of experts."),
-    "generate": ("launch.generate:generate", "Answer the prompts of a file."),
-    "ab": ("launch.ab:ab", "Compare overlap off and on, with statistics."),
+    "upcycle": (
+        lambda: cli.imported("launch.upcycle_command:upcycle_command"),
+        "Turn a dense checkpoint into a mixture of experts.",
+    ),
+    "generate": (_generate, "Answer the prompts of a file."),
+    "ab": (lambda: cli.imported("launch.ab:ab"), "Compare overlap off and on, with statistics."),
 }
 
 

@@ -20,13 +20,21 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from dbo.errors import ConfigError
+from dbo.errors import ConfigError, DBOError
 from launch import config
 
 OptionsT = TypeVar("OptionsT", bound=config.Options)
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LINGER_S = 5.0
+
+
+class CommandError(DBOError):
+    """A command cannot go on: one line for the user, and the exit code of all ranks. Raised on every rank alike."""
+
+    def __init__(self, message: str, exit_code: int = USAGE):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class _Parsed(click.ParamType):
@@ -89,9 +97,9 @@ def command(
 
 
 class LazyGroup(click.Group):
-    """Commands that are imported only when one of them runs: `{name: ("module:attribute", short help)}`."""
+    """Commands that are made only when one of them runs: `{name: (maker, short help)}`."""
 
-    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **kwargs: Any):
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[Callable[[], click.Command], str]], **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lazy = lazy
 
@@ -100,46 +108,56 @@ class LazyGroup(click.Group):
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command, or None for an unknown name."""
-        if cmd_name not in self.lazy:
-            return None
-        module, _, attribute = self.lazy[cmd_name][0].partition(":")
-        loaded = getattr(importlib.import_module(module), attribute)
-        assert isinstance(loaded, click.Command)
-        return loaded
+        """Make and return a command, or None for an unknown name."""
+        return self.lazy[cmd_name][0]() if cmd_name in self.lazy else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing any."""
+        """List the commands without making any."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, short) for name, (_, short) in self.lazy.items()])
 
 
+def imported(path: str) -> Any:
+    """The object at `module:attribute`, imported now."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
-    """Run a command line; a user's mistake becomes one line from rank 0 and exit code 2."""
+    """Run a command line; a mistake of the user or the environment becomes one line from rank 0 and an exit code."""
     try:
         code = group.main(args=argv, prog_name="launch", standalone_mode=False)
     except click.Abort:
         return INTERRUPTED
-    except (click.ClickException, ConfigError) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        return _refuse(text, multiline=isinstance(error, click.exceptions.NoArgsIsHelpError))
+    except click.exceptions.NoArgsIsHelpError as error:
+        return _refuse(error.format_message(), USAGE)
+    except click.ClickException as error:
+        return _refuse(_one_line(error.format_message()), USAGE)
+    except ConfigError as error:
+        return _refuse(_one_line(str(error)), USAGE)
+    except CommandError as error:
+        return _refuse(_one_line(str(error)), error.exit_code)
     return code if isinstance(code, int) else 0
 
 
-def _refuse(text: str, *, multiline: bool) -> int:
-    """Print on rank 0; the other ranks wait a moment, since the launcher ends all ranks when the first one exits."""
+def _one_line(text: str) -> str:
+    return f"error: {' '.join(text.split())}"
+
+
+def _refuse(text: str, code: int) -> int:
+    """Print on rank 0. The other ranks wait a moment: the launcher ends all ranks when the first one exits."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(text if multiline else f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
-        return USAGE
-    linger()
-    return USAGE
+        print(text, file=sys.stderr, flush=True)
+    else:
+        linger(code)
+    return code
 
 
-def linger() -> None:
-    """Wait up to LINGER_S for the launcher's signal, and leave with exit code 2 when it comes."""
+def linger(code: int) -> None:
+    """Wait up to LINGER_S for the launcher's signal, and leave with `code` when it comes."""
 
     def leave(*_: Any) -> NoReturn:
-        os._exit(USAGE)
+        os._exit(code)
 
     signal.signal(signal.SIGTERM, leave)
     time.sleep(LINGER_S)

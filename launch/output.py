@@ -19,9 +19,45 @@ from typing import Any
 
 import torch.distributed as dist
 
+from launch.scheduler import Request
+from launch.text import TextCodec, cut_at_stop
+
 Row = Mapping[str, Any]
 
 _POLL_S = 0.01
+
+
+def answer_row(request: Request, codec: TextCodec | None, rank: int, started_s: float) -> Row:
+    """The row of a request that has ended; times count from `started_s` on the engine's clock."""
+    num_gaps = len(request.output_ids) - 1
+    row = {
+        "id": request.id,
+        "text": cut_at_stop(codec.decode(request.output_ids), request.params.stop) if codec else None,
+        "token_ids": request.output_ids,
+        "prompt_tokens": len(request.prompt_ids),
+        "finish_reason": request.finish_reason,
+        "dp_rank": rank,
+        "ttft_ms": round((request.first_token_s - started_s) * 1e3, 3),
+        "itl_ms": round((request.last_token_s - request.first_token_s) * 1e3 / num_gaps, 3) if num_gaps else None,
+    }
+    if request.logprobs:
+        row["logprobs"] = [{"token_id": p.token_id, "logprob": p.logprob, "top": p.top} for p in request.logprobs]
+    return row
+
+
+def error_row(request_id: str, num_prompt_tokens: int, error: str, rank: int) -> Row:
+    """The row of a prompt that cannot run."""
+    return {
+        "id": request_id,
+        "text": "",
+        "token_ids": [],
+        "prompt_tokens": num_prompt_tokens,
+        "finish_reason": "error",
+        "error": error,
+        "dp_rank": rank,
+        "ttft_ms": None,
+        "itl_ms": None,
+    }
 
 
 def read_rows(file: Path) -> dict[str, Row]:

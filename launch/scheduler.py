@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from launch.sampling import SamplingParams, TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
@@ -130,6 +133,16 @@ class Schedule:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def query_lens(self) -> npt.NDArray[np.int32]:
+        """[num_requests] tokens computed for each request."""
+        return np.array([chunk.num_tokens for chunk in self.chunks], dtype=np.int32)
+
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int32]:
+        """[num_requests] KV length of each request after the step."""
+        return np.array([chunk.start + chunk.num_tokens for chunk in self.chunks], dtype=np.int32)
 
     @property
     def uniform_decode(self) -> bool:

@@ -1,0 +1,383 @@
+"""One rank's engine: the loop of steps over a loaded model, together with all the other ranks.
+
+Its own file because this is where scheduler, agreement, ubatches, model and sampling meet, and nothing else does. A
+step, in the order of the code:
+
+    plan      what all ranks agreed to do, from the vote that each cast for its schedule
+    forward   the batch is built, padded and cut as planned, runs whole or as ubatches, and is merged
+    sample    logits of the rows that need them, one token each
+    commit    the tokens go to their requests; those that end are handed out
+
+The vote for the next step is cast before `forward` when its schedule cannot depend on this step's tokens, and after
+`commit` otherwise; the schedule is the same either way.
+
+Invariants: every rank takes part in every step, with nothing to do too, and all leave after the same one; an engine
+is loaded once and runs any number of times, with any settings of the overlap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbo.agreement import Agreement, BatchPlan, PendingPlan, Vote
+from dbo.config import DBOConfig
+from dbo.errors import StepTimeout
+from dbo.policy import make_policy
+from dbo.runner import UBatchRunner
+from dbo.slices import can_cut, make_slices, pad_batch, split_batch
+from launch.mesh import Mesh
+from launch.sampling import sample, top_logprobs
+from launch.scheduler import Limits, Request, Schedule, Scheduler
+from moe.all2all.base import All2All
+from moe.batch import ForwardBatch
+from moe.kv_cache import KVCache
+from moe.models.decoder import Model
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineVote(Vote):
+    """The vote of an engine: what `Vote` says, and two things more that all ranks must know alike."""
+
+    num_decode_tokens: int = 0
+    interrupted: bool = False  # this rank was asked to stop: all leave after the step before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What one step did on this rank, and how long it took."""
+
+    phase: Phase  # of all ranks together
+    num_tokens: int
+    num_tokens_padded: int
+    num_ubatches: int
+    reason: str
+    agree_ms: float  # waiting for the votes of the others
+    wall_ms: float  # the whole step, from asking for the plan to the last commit
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """What one run did on this rank."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    interrupted: bool = False
+    num_collectives: int = 0
+    num_preemptions: int = 0
+    summary: str = ""
+    wall_s: float = 0.0
+
+
+class Observer(Protocol):
+    """Who watches a run. All calls come from the engine's thread, between steps."""
+
+    def planned(self, plan: BatchPlan) -> None:
+        """Called with every plan, the last one (nobody has work left) too."""
+
+    def finished(self, request: Request) -> None:
+        """Called when a request has ended; its row counts in this rank's next vote."""
+
+    def interrupted(self) -> bool:
+        """Whether this rank was asked to stop."""
+
+
+class Unobserved:
+    """An observer for runs whose requests are looked at afterwards."""
+
+    def planned(self, plan: BatchPlan) -> None:
+        """Ignore."""
+
+    def finished(self, request: Request) -> None:
+        """Ignore."""
+
+    def interrupted(self) -> bool:
+        """Never."""
+        return False
+
+
+class StepClock:
+    """How long the current step has run. `check` is what every wait of a step calls: it gives up when a peer has failed
+    or the step has taken too long, split or not."""
+
+    def __init__(self, check_peers: Callable[[], None], limit_s: float, rank: int):
+        self._check_peers, self._limit_s, self._rank = check_peers, limit_s, rank
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """No step is under way."""
+        self._started = None
+
+    def check(self) -> None:
+        """Raise PeerFailed or StepTimeout. Safe from any thread."""
+        self._check_peers()
+        started = self._started
+        if started is not None and 0 < self._limit_s < time.monotonic() - started:
+            raise StepTimeout(f"rank {self._rank}: a step waits for other ranks for more than {self._limit_s:g} s")
+
+
+def wait_event(event: torch.cuda.Event, check: Callable[[], None]) -> None:
+    """Wait for the device on the host, calling `check`, which raises to give up: a collective may never end."""
+    while not event.query():
+        check()
+        time.sleep(20e-6)
+
+
+class Inputs:
+    """Memory for the inputs of a step, at fixed addresses: filled on the host, copied without waiting for it."""
+
+    def __init__(self, limits: Limits, device: torch.device, check: Callable[[], None]):
+        max_blocks = -(-limits.max_request_tokens // limits.block_size)
+        num_requests = min(limits.max_num_seqs, limits.max_num_tokens)
+        self._block_size, self._check = limits.block_size, check
+        self._tokens = _Mirror((3, limits.max_num_tokens), torch.int64, device)  # input_ids, positions, slot_mapping
+        self._tables = _Mirror((num_requests, max_blocks), torch.int32, device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def build(self, schedule: Schedule, plan: BatchPlan) -> ForwardBatch:
+        """The batch of a step. The tokens of the step before must have been committed."""
+        if self._copied is not None:
+            wait_event(self._copied, self._check)  # the copies of the last step read the memory that is filled now
+        num_tokens = self._fill(schedule)
+        num_requests = len(schedule.chunks)
+        width = max((len(chunk.blocks) for chunk in schedule.chunks), default=1)
+        tokens = self._tokens.copy(slice(None), slice(num_tokens))
+        tables = self._tables.copy(slice(num_requests), slice(width))
+        if self._copied is not None:
+            self._copied.record()
+        return ForwardBatch(
+            input_ids=tokens[0],
+            positions=tokens[1],
+            slot_mapping=tokens[2],
+            block_tables=tables,
+            query_lens=schedule.query_lens,
+            seq_lens=schedule.seq_lens,
+            num_tokens=num_tokens,
+            num_tokens_per_rank=plan.num_tokens_per_rank,
+        )
+
+    def _fill(self, schedule: Schedule) -> int:
+        input_ids, positions, slots = self._tokens.host
+        start = 0
+        for chunk, table in zip(schedule.chunks, self._tables.host, strict=False):
+            rows = slice(start, start + chunk.num_tokens)
+            end = chunk.start + chunk.num_tokens
+            table[: len(chunk.blocks)] = chunk.blocks
+            at = np.arange(chunk.start, end)
+            input_ids[rows] = chunk.request.token_ids(chunk.start, end)
+            positions[rows] = at
+            slots[rows] = table[at // self._block_size] * self._block_size + at % self._block_size
+            start = rows.stop
+        return start
+
+
+class _Mirror:
+    """A host array and its copy on the device; one and the same memory on the CPU."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        pinned = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._pinned, self._device = pinned, pinned if device.type == "cpu" else torch.zeros_like(pinned, device=device)
+        self.host = pinned.numpy()
+
+    def copy(self, *part: slice) -> Tensor:
+        """A part of the device's copy, brought up to date; does not wait."""
+        to = self._device[part]
+        return to if to.is_cpu else to.copy_(self._pinned[part], non_blocking=True)
+
+
+class Engine:
+    """A loaded model, its KV cache and the ranks around it.
+
+    `clock` must be the one whose `check` the model's all2all calls while it waits.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: Model, all2all: All2All, kv: KVCache, limits: Limits, clock: StepClock
+    ):
+        self.mesh, self.model, self.all2all, self.kv = mesh, model, all2all, kv
+        self.limits, self.clock = limits, clock
+        self._inputs = Inputs(limits, mesh.device, clock.check)
+        self._runners: dict[tuple[str, int], UBatchRunner] = {}
+
+    @torch.inference_mode()
+    def run(
+        self,
+        requests: Sequence[Request],
+        dbo: DBOConfig,
+        observer: Observer | None = None,
+        *,
+        num_rows: int = 0,
+        num_logprobs: int | None = None,
+        early_votes: bool = True,
+    ) -> RunResult:
+        """Compute this rank's requests (maybe none) together with the other ranks, until all are done.
+
+        Collective, with the same `dbo` on every rank. Requests come in order of `index` and have passed
+        `Scheduler.check`. `num_rows`: output rows that this rank posted before the run. `early_votes=False` casts every
+        vote after the step before it, for tests. Raises PeerFailed, StepTimeout and what a step raises; after that
+        the groups of the mesh need renewal.
+        """
+        return _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes).run(requests, num_rows)
+
+    def runner(self, dbo: DBOConfig) -> UBatchRunner:
+        """The kept runner for these settings."""
+        key = (dbo.driver, dbo.num_ubatches)
+        if key not in self._runners:
+            self._runners[key] = UBatchRunner(
+                dbo.num_ubatches,
+                device=self.mesh.device,
+                driver=dbo.driver,
+                rank=self.mesh.rank,
+                step_timeout_s=dbo.step_timeout_s,
+            )
+        return self._runners[key]
+
+    def forward(self, schedule: Schedule, plan: BatchPlan, dbo: DBOConfig) -> Tensor:
+        """Hidden states [num_tokens, hidden] of a step's tokens, run as planned; does not wait for the device."""
+        batch = self._inputs.build(schedule, plan)
+        if plan.num_tokens_padded is not None:
+            batch = pad_batch(batch, plan.num_tokens_padded)
+        if not plan.should_ubatch:
+            return self.model(batch, self.kv)[: schedule.num_tokens]
+        slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
+        parts = split_batch(batch, slices)
+        hidden = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
+        return torch.cat([h[: s.num_tokens] for h, s in zip(hidden, slices, strict=True)])
+
+    def read(self, tensor: Tensor) -> list[int]:
+        """The values of a device tensor: the one wait for the device in a step, given up when a peer has failed."""
+        if tensor.is_cuda:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            wait_event(done, self.clock.check)
+            tensor = host
+        return list(tensor.tolist())
+
+    def close(self) -> None:
+        """End the ubatch threads and the transport."""
+        self.all2all.close()
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
+
+
+class _Run:
+    """The state of one `Engine.run`."""
+
+    def __init__(
+        self, engine: Engine, dbo: DBOConfig, observer: Observer, num_logprobs: int | None, early_votes: bool
+    ):
+        mesh = engine.mesh
+        self.engine, self.dbo, self.observer = engine, dbo, observer
+        self.num_logprobs, self.early_votes = num_logprobs, early_votes
+        self.scheduler = Scheduler(engine.limits)
+        self.agreement = Agreement(
+            mesh.agreement_group if mesh.world_size > 1 else None,
+            dp_rank=mesh.rank,
+            dp_size=mesh.world_size,
+            config=dbo,
+            policy=make_policy(dbo),
+            check=engine.clock.check,
+            vote_type=EngineVote,
+        )
+
+    def run(self, requests: Sequence[Request], num_rows: int) -> RunResult:
+        result, started = RunResult(), time.perf_counter()
+        for request in requests:
+            self.scheduler.add(request)
+        try:
+            self._steps(result, num_rows)
+        finally:
+            self.engine.clock.stop()
+        result.reasons = Counter({str(reason): count for reason, count in self.agreement.reasons.items()})
+        result.num_collectives = self.agreement.num_collectives
+        result.num_preemptions = self.scheduler.num_preemptions
+        result.summary = self.agreement.summary()
+        result.wall_s = time.perf_counter() - started
+        return result
+
+    def _steps(self, result: RunResult, num_rows: int) -> None:
+        schedule, pending = self._vote(num_rows)
+        while True:
+            self.engine.clock.start()
+            began = time.perf_counter()
+            plan = pending.result()
+            agreed = time.perf_counter()
+            self.observer.planned(plan)
+            result.interrupted = 1 in plan.votes["interrupted"]
+            if plan.finished or result.interrupted:
+                return
+            early = self.early_votes and schedule.foreseeable
+            following = self._vote(schedule.num_ended) if early else None
+            ended = self._compute(schedule, plan)
+            result.steps.append(_record(schedule, plan, began, agreed))
+            schedule, pending = following or self._vote(ended)
+
+    def _vote(self, num_rows: int) -> tuple[Schedule, PendingPlan]:
+        """Schedule the next step and cast this rank's vote for it."""
+        schedule = self.scheduler.schedule()
+        vote = EngineVote(
+            num_tokens=schedule.num_tokens,
+            uniform_decode=schedule.uniform_decode,
+            can_cut=can_cut(schedule.query_lens, self.dbo, seq_lens=schedule.seq_lens),
+            finished=not schedule.chunks and not self.scheduler.has_work,
+            num_rows=num_rows,
+            num_decode_tokens=sum(chunk.is_decode for chunk in schedule.chunks),
+            interrupted=self.observer.interrupted(),
+        )
+        return schedule, self.agreement.issue(vote)
+
+    def _compute(self, schedule: Schedule, plan: BatchPlan) -> int:
+        """Forward, sample, commit; returns how many requests ended."""
+        hidden = self.engine.forward(schedule, plan, self.dbo)
+        tokens = self._sample(schedule, hidden)
+        now = time.perf_counter()
+        for chunk in schedule.sampling:
+            chunk.request.first_token_s = chunk.request.first_token_s or now
+            chunk.request.last_token_s = now
+        ended = self.scheduler.commit(schedule, tokens)
+        for request in ended:
+            self.observer.finished(request)
+        return len(ended)
+
+    def _sample(self, schedule: Schedule, hidden: Tensor) -> list[int]:
+        chunks = schedule.sampling
+        if not chunks:
+            return []
+        last = np.cumsum(schedule.query_lens, dtype=np.int64) - 1
+        rows = torch.from_numpy(last[[chunk.samples for chunk in schedule.chunks]]).to(hidden.device)
+        logits = self.engine.model.compute_logits(hidden[rows])
+        params = [chunk.request.params for chunk in chunks]
+        chosen = sample(logits, params, [chunk.start + chunk.num_tokens for chunk in chunks])
+        tokens = self.engine.read(chosen)
+        if self.num_logprobs is not None:
+            for chunk, row in zip(chunks, top_logprobs(logits, chosen, self.num_logprobs), strict=True):
+                chunk.request.logprobs.append(row)
+        return tokens
+
+
+def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float) -> StepRecord:
+    phase: Phase = "mixed" if any(plan.votes["num_decode_tokens"]) else "prefill"
+    return StepRecord(
+        phase="decode" if plan.uniform_decode else phase,
+        num_tokens=schedule.num_tokens,
+        num_tokens_padded=schedule.num_tokens if plan.num_tokens_padded is None else plan.num_tokens_padded,
+        num_ubatches=plan.num_ubatches,
+        reason=str(plan.reason),
+        agree_ms=(agreed - began) * 1e3,
+        wall_ms=(time.perf_counter() - began) * 1e3,
+    )

@@ -1,0 +1,143 @@
+"""From prompt files to this rank's requests, and the rows of prompts that cannot run.
+
+Its own file because it is the part of `generate` in which ranks must come to the same list: rank 0 reads the files and
+shares them through the store, so standard input and a file that only one host has are no special cases. Every rank
+takes prompts `rank, rank + world_size, ...` of those that are to run and encodes only its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cli import FAILED, CommandError
+from launch.config import GenerateOptions
+from launch.mesh import Mesh
+from launch.output import Row, error_row, read_rows, write_rows
+from launch.sampling import SamplingParams
+from launch.scheduler import Limits, Request, Scheduler
+from launch.session import read_shared, together
+from launch.text import StopStrings, TextCodec
+from launch.workload import Prompt, read_prompts
+from moe.config import ModelConfig
+
+_PIECE = 4 * 2**20  # bytes in one value of the store, which takes 8 MiB at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done, the same on every rank."""
+
+    prompts: Sequence[Prompt]  # those that are to run
+    order: Mapping[str, int]  # place of every prompt of the file, by id
+    num_bad_lines: int
+
+
+def read_job(options: GenerateOptions, mesh: Mesh) -> Job:
+    """Read the prompts, report malformed lines, open the output file. Collective; raises CommandError on every rank."""
+    text = together(mesh, "prompts", lambda: _prompts_text(options.prompts) if mesh.rank == 0 else "")
+    source = "standard input" if options.prompts == "-" else options.prompts
+    prompts, bad = read_prompts(_share(mesh, "prompts", text), source, _default_params(options))
+    for line in bad if mesh.rank == 0 else []:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    if bad and options.strict:
+        raise CommandError(f"{len(bad)} malformed lines, the first at {bad[0]} (--strict)", FAILED)
+    kept = together(mesh, "output", lambda: _open_output(options) if mesh.rank == 0 else [])
+    done = set(json.loads(_share(mesh, "kept", json.dumps(kept))))
+    return Job(
+        prompts=[prompt for prompt in prompts if prompt.id not in done],
+        order={prompt.id: prompt.index for prompt in prompts},
+        num_bad_lines=len(bad),
+    )
+
+
+def make_requests(
+    job: Job, options: GenerateOptions, model: ModelConfig, limits: Limits, codec: TextCodec | None, mesh: Mesh
+) -> tuple[list[Request], list[Row]]:
+    """This rank's share of the job. Collective under --strict, which raises CommandError if a prompt cannot run."""
+    checks = Scheduler(limits)
+    requests: list[Request] = []
+    refused: list[Row] = []
+    for prompt in job.prompts[mesh.rank :: mesh.world_size]:
+        try:
+            token_ids = _token_ids(prompt, codec, model.vocab_size)
+            why = checks.check(len(token_ids))
+        except ValueError as error:
+            token_ids, why = [], str(error)
+        if why is None:
+            requests.append(_request(prompt, token_ids, model, codec))
+        else:
+            refused.append(error_row(prompt.id, len(token_ids), why, mesh.rank))
+    if options.strict:
+        together(mesh, "strict", lambda: _insist(refused))
+    return requests, refused
+
+
+def _prompts_text(prompts: str) -> str:
+    return sys.stdin.read() if prompts == "-" else Path(prompts).read_text()
+
+
+def _open_output(options: GenerateOptions) -> list[str]:
+    """Make the output file what it is before the run: empty, or the complete rows it has. Returns their ids."""
+    file = Path(options.output)
+    rows = read_rows(file) if options.resume else {}
+    write_rows(file, list(rows.values()))
+    return list(rows)
+
+
+def _share(mesh: Mesh, name: str, text: str) -> str:
+    """The text of rank 0, on every rank. Collective."""
+    if mesh.rank == 0:
+        data = text.encode()
+        pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+        for number, piece in enumerate(pieces):
+            mesh.store.set(f"{name}/{number}", piece)
+        mesh.store.set(f"{name}/count", str(len(pieces)))
+        return text
+    count = int(read_shared(mesh, f"{name}/count"))
+    return b"".join(read_shared(mesh, f"{name}/{number}") for number in range(count)).decode()
+
+
+def _default_params(options: GenerateOptions) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _token_ids(prompt: Prompt, codec: TextCodec | None, vocab_size: int) -> list[int]:
+    """The tokens of a prompt. Raises ValueError with the reason why it cannot run."""
+    if prompt.kind == "token_ids":
+        if wrong := [token for token in prompt.content if token >= vocab_size]:
+            raise ValueError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
+        if prompt.params.stop and codec is None:
+            raise ValueError("stop strings need a tokenizer.json in the model directory")
+        return list(prompt.content)
+    if codec is None:
+        raise ValueError("the model directory has no tokenizer.json; give token_ids")
+    if not prompt.content:
+        return []
+    return codec.encode(prompt.content) if prompt.kind == "prompt" else codec.encode_chat(prompt.content)
+
+
+def _request(prompt: Prompt, token_ids: list[int], model: ModelConfig, codec: TextCodec | None) -> Request:
+    return Request(
+        id=prompt.id,
+        index=prompt.index,
+        prompt_ids=token_ids,
+        params=prompt.params,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        stop_text=StopStrings(codec, prompt.params.stop) if codec and prompt.params.stop else None,
+    )
+
+
+def _insist(refused: Sequence[Row]) -> None:
+    if refused:
+        raise CommandError(f"prompt {refused[0]['id']!r}: {refused[0]['error']} (--strict)", FAILED)

@@ -1,0 +1,200 @@
+"""From options to an engine that is ready to run, on all ranks or on none.
+
+Its own file because every command that runs steps begins the same way, and because starting is where ranks differ: a
+directory that one host lacks, memory that one rank has not got. `together` makes each such thing one message on rank 0
+and the end of all ranks, instead of a rank that waits for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from dbo.config import DBOConfig
+from dbo.errors import ConfigError, PeerFailed
+from launch.cli import FAILED, USAGE, CommandError
+from launch.config import EngineOptions
+from launch.engine import Engine, StepClock
+from launch.mesh import Mesh
+from launch.scheduler import Limits
+from moe.all2all.base import check_in_flight
+from moe.all2all.registry import make_all2all
+from moe.all2all.self_test import self_test
+from moe.config import DTYPES, ModelConfig
+from moe.kv_cache import KVCache
+from moe.models.loading import load_model
+from moe.weights import WeightError
+
+T = TypeVar("T")
+
+_POLL_S = 0.02
+_OF_THE_HOST = frozenset({"model", "prompts", "output", "device", "log_level", "json", "config"})
+
+
+def together(mesh: Mesh, stage: str, action: Callable[[], T]) -> T:
+    """Do `action` on this rank and wait until every rank has done it.
+
+    Collective; `stage` is unique within a run. Raises CommandError on every rank, with the first failing rank's one
+    line, if it failed on any; PeerFailed if a rank disappeared.
+    """
+    outcome, result = "", None
+    try:
+        result = action()
+    except Exception as error:
+        usage = isinstance(error, ConfigError | WeightError | OSError)
+        if not usage and not isinstance(error, CommandError):
+            logging.debug("%s failed", stage, exc_info=True)
+        code = error.exit_code if isinstance(error, CommandError) else USAGE if usage else FAILED
+        text = str(error) if usage or isinstance(error, CommandError) else f"{type(error).__name__}: {error}"
+        outcome = f"{code} {text}"
+    mesh.store.set(f"stage/{stage}/{mesh.rank}", outcome)
+    failed = [(rank, text) for rank in range(mesh.world_size) if (text := _outcome(mesh, stage, rank))]
+    if failed:
+        rank, text = failed[0]
+        code, _, line = text.partition(" ")
+        raise CommandError(line if len(failed) == mesh.world_size else f"rank {rank}: {line}", int(code))
+    return result  # type: ignore[return-value]
+
+
+def _outcome(mesh: Mesh, stage: str, rank: int) -> str:
+    return read_shared(mesh, f"stage/{stage}/{rank}").decode()
+
+
+def read_shared(mesh: Mesh, key: str) -> bytes:
+    """A value that another rank puts into the store; waits for it, or raises PeerFailed."""
+    while not mesh.store.check([key]):
+        mesh.peers.check()
+        time.sleep(_POLL_S)
+    return bytes(mesh.store.get(key))
+
+
+def dbo_config(options: EngineOptions) -> DBOConfig:
+    """The settings of the overlap that the options ask for."""
+    return DBOConfig(
+        overlap=options.overlap,
+        num_ubatches=options.num_ubatches,
+        decode_token_threshold=options.dbo_decode_token_threshold,
+        prefill_token_threshold=options.dbo_prefill_token_threshold,
+        cut=options.cut,
+        cut_alignment=options.cut_alignment,
+        allow_single_rank=options.allow_single_rank,
+        driver=options.driver,
+        step_timeout_s=options.step_timeout,
+    )
+
+
+def shared_options(options: EngineOptions) -> dict[str, str]:
+    """What every rank must have been started with alike."""
+    return {f.name: str(getattr(options, f.name)) for f in fields(options) if f.name not in _OF_THE_HOST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The effective configuration, where options said `auto`, were bounded, or say nothing."""
+
+    model: ModelConfig  # with the effective dtype
+    limits: Limits
+    dbo: DBOConfig
+
+
+def resolve(options: EngineOptions, model: ModelConfig) -> Resolved:
+    """What the options come to for this model. Raises ConfigError, also for a KV cache of less than two blocks."""
+    dtype = model.dtype if options.dtype == "auto" else DTYPES[options.dtype]
+    model = replace(model, dtype=dtype)
+    max_model_len = options.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError("--max-model-len", max_model_len, f"up to the model's own {model.max_position}", "")
+    block_bytes = KVCache.bytes_per_block(model, options.block_size, dtype)
+    wanted = options.max_num_seqs * -(-max_model_len // options.block_size)
+    num_blocks = min(options.kv_cache_memory // block_bytes - 1, wanted)  # the cache has one block more, for padding
+    if num_blocks < 1:
+        raise ConfigError(
+            "--kv-cache-memory", options.kv_cache_memory, f"at least {2 * block_bytes} bytes, two blocks of this model", ""
+        )
+    limits = Limits(
+        max_num_tokens=options.max_num_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+    )
+    return Resolved(model=model, limits=limits, dbo=dbo_config(options))
+
+
+def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model: Path | ModelConfig) -> Engine:
+    """Load this rank's part of `model` (a directory, or a shape for random weights) and make its engine.
+
+    Collective. Raises CommandError on every rank if it fails on any, PeerFailed if a rank disappeared.
+    """
+
+    def load() -> Engine:
+        clock = StepClock(mesh.peers.check, options.step_timeout, mesh.rank)
+        multiple = resolved.dbo.part_multiple
+        all2all = make_all2all(
+            options.all2all,
+            group=mesh.device_group,
+            device=mesh.device,
+            config=resolved.model,
+            max_tokens_per_rank=-(-options.max_num_tokens // multiple) * multiple,
+            check=clock.check,
+        )
+        check_in_flight(all2all, resolved.dbo.num_ubatches if resolved.dbo.overlap != "off" else 1)
+        loaded = load_model(
+            model,
+            all2all=all2all,
+            device=mesh.device,
+            dtype=resolved.model.dtype,
+            load_format=options.load_format,
+            seed=options.seed,
+        )
+        limits = resolved.limits
+        kv = KVCache(resolved.model, limits.num_blocks, limits.block_size, resolved.model.dtype, mesh.device)
+        return Engine(mesh, loaded, all2all, kv, limits, clock)
+
+    engine = together(mesh, "load", load)
+    together(mesh, "all2all", lambda: self_test(engine.all2all, resolved.model, mesh.device))
+    return engine
+
+
+def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[str]:
+    """What runs, for rank 0 to print: ranks, device, backends, effective against requested, and whether overlap can engage."""
+    mesh, limits, dtype = engine.mesh, resolved.limits, str(resolved.model.dtype).removeprefix("torch.")
+    effective = {
+        "device": (options.device, mesh.device.type),
+        "dtype": (options.dtype, dtype),
+        "all2all": (options.all2all, engine.all2all.name),
+        "max-model-len": (options.max_model_len or "auto", limits.max_model_len),
+    }
+    changed = [f"{name} {asked} -> {got}" for name, (asked, got) in effective.items() if asked != got]
+    room = limits.max_request_tokens
+    return [
+        f"{mesh.world_size} rank{'s'[: mesh.world_size > 1]}, {mesh.device.type}, {resolved.model.family} {dtype}, "
+        f"all2all {engine.all2all.name}, torch {torch.__version__}",
+        f"KV cache {limits.num_blocks} blocks of {limits.block_size} tokens, at most {limits.max_num_seqs} requests "
+        f"and {limits.max_num_tokens} tokens a step, {room} tokens a request",
+        *([f"requested -> effective: {', '.join(changed)}"] if changed else []),
+        _overlap_line(resolved.dbo, mesh.world_size),
+    ]
+
+
+def _overlap_line(dbo: DBOConfig, world_size: int) -> str:
+    if dbo.overlap == "off":
+        return "overlap off: every step runs whole (--overlap on to change that)"
+    if world_size == 1 and not dbo.allow_single_rank:
+        return "overlap on, but cannot engage: one rank alone has nothing to hide (--allow-single-rank for study)"
+    return (
+        f"overlap on: {dbo.num_ubatches} ubatches ({dbo.driver}) when every rank has {dbo.prefill_token_threshold} tokens "
+        f"of prefill or {dbo.decode_token_threshold} of decode"
+    )
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line for a run that failed, with the notes that say where."""
+    text = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
+    return "; ".join([text, *getattr(error, "__notes__", [])])
