@@ -68,7 +68,7 @@ class UBatchContext:
         self.comm_stream = comm_stream
         self._turns = turns
         if comm_stream is not None:
-            self._compute_event, self._comm_event = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._compute_event, self._comm_event = torch.cuda.Event(), torch.cuda.Event()
         self.reset(num_ubatches)
 
     def reset(self, num_ubatches: int, compute_stream: torch.cuda.Stream | None = None) -> None:

@@ -150,7 +150,7 @@ class UBatchRunner:
         self._driver = _DRIVERS[driver](num_ubatches)
         self._contexts: list[UBatchContext] = []
         self._step = Step(self._driver, self._contexts)
-        comm = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        comm = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         for k in range(num_ubatches):
             self._contexts.append(UBatchContext(k, num_ubatches, self._step, tracer=tracer, comm_stream=comm))
         self._close = weakref.finalize(self, self._driver.close)  # a runner that is dropped leaks no thread either

@@ -47,7 +47,7 @@ class Tracer:
     def stamp(self) -> Any:
         """Return a mark of now: host nanoseconds, or a timing event on the current CUDA stream."""
         if self._device.type == "cuda":
-            mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark: Any = torch.cuda.Event(enable_timing=True)
             mark.record(torch.cuda.current_stream(self._device))
         else:
             mark = time.perf_counter_ns()

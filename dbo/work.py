@@ -63,7 +63,7 @@ class Comm:
             raise ConfigError("order", order, "early or late")
         self.device = torch.device(device)
         self.order = order
-        self.stream = torch.cuda.Stream(self.device) if own_stream and self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(self.device) if own_stream and self.device.type == "cuda" else None
         self._make_ready = make_ready
         self._check = check
         self._events: list[torch.cuda.Event] = []
@@ -102,7 +102,7 @@ class Comm:
         return self._record(torch.cuda.current_stream(self.device))
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(stream)
         return event
 
