@@ -27,7 +27,7 @@ from dbo.work import _done_within as done_within
 
 _WAIT_SLICE = timedelta(milliseconds=50)  # how late a failed peer is noticed; the end of the collective is seen at once
 
-Votes = Mapping[str, Sequence[int]]
+Votes = Mapping[str, tuple[int, ...]]
 """What all ranks voted: for each field of `Vote`, and for `WANTS`, one integer a rank. Flags are 0 or 1."""
 
 WANTS = "wants_ubatch"
@@ -74,28 +74,45 @@ class BatchPlan:
     """What all ranks do in this step."""
 
     config: DBOConfig
-    num_ubatches: int
-    """1 = not split."""
+    votes: Votes
     reason: Reason
     reason_rank: int | None
     """The first rank that caused `reason`, where one did."""
+    num_ubatches: int
+    """1 = not split."""
     num_tokens_padded: int | None
     """Tokens to which every rank pads its batch, a multiple of `config.part_multiple` if split; None = no padding."""
-    num_tokens_per_rank: tuple[int, ...]
-    """True tokens of every rank."""
-    uniform_decode: bool
-    """Every rank that has work has a uniform decode."""
-    graph_mode: int
-    """The lowest of all votes."""
-    finished: bool
-    """All ranks are finished: no step follows."""
-    num_rows_per_rank: tuple[int, ...]
-    votes: Votes
 
     @property
     def should_ubatch(self) -> bool:
         """Whether the step is split."""
         return self.num_ubatches > 1
+
+    @property
+    def num_tokens_per_rank(self) -> tuple[int, ...]:
+        """True tokens of every rank."""
+        return self.votes["num_tokens"]
+
+    @property
+    def num_rows_per_rank(self) -> tuple[int, ...]:
+        """Output rows that every rank has posted since the last step."""
+        return self.votes["num_rows"]
+
+    @property
+    def uniform_decode(self) -> bool:
+        """Every rank that has work has a uniform decode."""
+        flags = zip(self.votes["num_tokens"], self.votes["uniform_decode"], strict=True)
+        return all(uniform or not num_tokens for num_tokens, uniform in flags)
+
+    @property
+    def graph_mode(self) -> int:
+        """The lowest of all votes."""
+        return min(self.votes["graph_mode"])
+
+    @property
+    def finished(self) -> bool:
+        """All ranks are finished: no step follows."""
+        return 0 not in self.votes["finished"]
 
     def explain(self) -> str:
         """One line for people: the decision, the rank that caused it, and the counts behind it."""
@@ -143,15 +160,14 @@ class Policy(Protocol):
 
 def decide(votes: Votes, config: DBOConfig, policy: Policy) -> BatchPlan:
     """The plan that follows from what all ranks voted. Pure."""
-    graph_mode = min(votes["graph_mode"])
-    reason, rank = _objection(votes, config, graph_mode)
-    plan = _plan(votes, config, reason, rank, graph_mode)
+    reason, rank = _objection(votes, config)
+    plan = _plan(votes, config, reason, rank)
     if plan.should_ubatch and (objection := policy.approve(plan)) is not None:
-        return _plan(votes, config, objection, None, graph_mode)
+        return _plan(votes, config, objection, None)
     return plan
 
 
-def _objection(votes: Votes, config: DBOConfig, graph_mode: int) -> tuple[Reason, int | None]:
+def _objection(votes: Votes, config: DBOConfig) -> tuple[Reason, int | None]:
     """What speaks against a split before the policy is asked, and the first rank it comes from."""
     num_tokens, wants, can_cut = votes["num_tokens"], votes[WANTS], votes["can_cut"]
     if 0 not in votes["finished"]:
@@ -164,7 +180,7 @@ def _objection(votes: Votes, config: DBOConfig, graph_mode: int) -> tuple[Reason
         return Reason.IDLE_RANK, num_tokens.index(0)
     if 0 in wants:
         return Reason.BELOW_THRESHOLD, wants.index(0)
-    if config.cut != "tokens" and graph_mode > 0:
+    if config.cut != "tokens" and _runs_graph(votes):
         return Reason.GRAPH_MODE, None
     if 0 in can_cut:
         return Reason.CANNOT_CUT, can_cut.index(0)
@@ -175,27 +191,24 @@ def _objection(votes: Votes, config: DBOConfig, graph_mode: int) -> tuple[Reason
     return Reason.SPLIT, None
 
 
-def _plan(votes: Votes, config: DBOConfig, reason: Reason, rank: int | None, graph_mode: int) -> BatchPlan:
-    split = reason is Reason.SPLIT
+def _plan(votes: Votes, config: DBOConfig, reason: Reason, rank: int | None) -> BatchPlan:
     padded = None
-    if split and config.cut == "tokens":
+    if reason is Reason.SPLIT and config.cut == "tokens":
         padded = _split_padding(votes, config)
-    elif graph_mode > 0:
+    elif _runs_graph(votes):
         padded = _largest(votes)
-    num_tokens, uniform = votes["num_tokens"], votes["uniform_decode"]
     return BatchPlan(
         config=config,
-        num_ubatches=config.num_ubatches if split else 1,
+        votes=votes,
         reason=reason,
         reason_rank=rank,
+        num_ubatches=config.num_ubatches if reason is Reason.SPLIT else 1,
         num_tokens_padded=padded,
-        num_tokens_per_rank=tuple(num_tokens),
-        uniform_decode=all(u or not n for n, u in zip(num_tokens, uniform, strict=True)),
-        graph_mode=graph_mode,
-        finished=0 not in votes["finished"],
-        num_rows_per_rank=tuple(votes["num_rows"]),
-        votes=votes,
     )
+
+
+def _runs_graph(votes: Votes) -> bool:
+    return 0 not in votes["graph_mode"]
 
 
 def _largest(votes: Votes) -> int:
@@ -305,7 +318,8 @@ class Agreement:
             raise AgreementError("this vote was abandoned when the group was renewed")
         if work is not None:
             self._wait(work)
-        plan = decide(dict(zip(self._fields, self._array.tolist(), strict=True)), self._config, self._policy)
+        votes = dict(zip(self._fields, map(tuple, self._array.tolist()), strict=True))
+        plan = decide(votes, self._config, self._policy)
         self._pending = None
         self.reasons[plan.reason] += 1
         if plan.reason_rank is not None:

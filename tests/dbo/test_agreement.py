@@ -353,7 +353,7 @@ def test_further_fields_need_no_change_here():
         queue_us: int = 0
 
     agreement = agreement_on(0, 1, None, vote_type=TimedVote)
-    assert agreement.agree(TimedVote(num_tokens=3, queue_us=-17)).votes["queue_us"] == [-17]
+    assert agreement.agree(TimedVote(num_tokens=3, queue_us=-17)).votes["queue_us"] == (-17,)
 
 
 def test_one_vote_at_a_time_and_its_plan_is_kept():

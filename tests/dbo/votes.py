@@ -16,8 +16,8 @@ def plan_for(votes: Sequence[Vote], config: DBOConfig, policy=None) -> BatchPlan
     """The plan that these votes, one a rank, lead to."""
     policy = policy or make_policy(config)
     names = Vote.__dataclass_fields__
-    rows = {name: [int(getattr(vote, name)) for vote in votes] for name in names}
-    return decide({**rows, WANTS: [int(policy.vote(vote)) for vote in votes]}, config, policy)
+    rows = {name: tuple(int(getattr(vote, name)) for vote in votes) for name in names}
+    return decide({**rows, WANTS: tuple(int(policy.vote(vote)) for vote in votes)}, config, policy)
 
 
 def plan_of(num_tokens: Sequence[int], config: DBOConfig | None = None, **vote) -> BatchPlan:
