@@ -1,3 +1,15 @@
 """What every test may use."""
 
+import pytest
+import torch
+
 pytest_plugins = ["tests.demo_model", "tests.ranks"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need GPUs are skipped where there are too few."""
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(marker) and num_gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), there are {num_gpus}"))

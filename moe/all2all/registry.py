@@ -19,6 +19,8 @@ from moe.all2all.base import All2All, ExpertShape
 BACKENDS = {
     "local": "moe.all2all.local:LocalAll2All",
     "torch": "moe.all2all.torch_dist:TorchAll2All",
+    "deepep_ht": "moe.all2all.deepep_ht:DeepEPHighThroughput",
+    "deepep_ll": "moe.all2all.deepep_ll:DeepEPLowLatency",
 }
 
 

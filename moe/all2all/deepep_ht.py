@@ -1,0 +1,235 @@
+"""DeepEP's normal kernels: high throughput, for prefill. One of the two files that know `deep_ep` (V1, `Buffer`).
+
+Its own file because V2 (`ElasticBuffer`) will be another class beside this one behind the same protocol.
+
+Inside a node a dispatch is told the most it can receive (`num_worst_tokens`): the host waits for nothing, counts stay on the
+device, unused rows come back as filler, and it is launched early. Between nodes DeepEP waits on the host for the counts, so there
+the launch is late: the siblings have queued their compute before this host blocks.
+
+Invariants:
+- DeepEP runs its own stream. What it must wait for is recorded when the operation is made, before the yield.
+- An operation holds its SM count from dispatch to combine: DeepEP's handle is laid out for it.
+- Rows are padded to the kernels' unit of 512 bytes here and nowhere else.
+- A rank without tokens sends one row that is routed nowhere: an empty tensor has no address to give to a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dbo.errors import ConfigError
+from dbo.work import Comm, Work
+from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing
+
+MAX_SMS = 64  # buffers are laid out for so many; more has not been seen to help
+_UNIT_BYTES = 512
+_RANKS_PER_NODE = 8  # DeepEP's NUM_MAX_NVL_PEERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """What the way back needs."""
+
+    handle: Any
+    combine_config: Any
+    num_tokens: int
+
+
+class DeepEPHighThroughput:
+    """bf16 both ways, or 8-bit blocks on the way there (`fp8`); rows layout."""
+
+    name = "deepep_ht"
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        config: ExpertShape,
+        max_tokens_per_rank: int,
+        check: Callable[[], None] | None = None,
+        num_sms: int = 20,
+        fp8: bool = False,
+        no_sync: bool | None = None,
+    ):
+        """Collective over `group` (any backend). `no_sync`: None = inside a node. Raises ConfigError for what DeepEP cannot do."""
+        if group is None or device.type != "cuda":
+            raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
+        self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
+        check_even_experts(self.name, config.num_experts, self.ep_size)
+        if config.dtype != torch.bfloat16:
+            raise ConfigError("all2all", self.name, f"bfloat16 tokens, not {config.dtype}", "use --dtype bfloat16")
+        deep_ep = import_deep_ep()
+        self._fp8, self._max_tokens, self._hidden = fp8, max_tokens_per_rank, config.hidden
+        unit = _UNIT_BYTES if fp8 else _UNIT_BYTES // 2
+        self._wire_hidden = -(-config.hidden // unit) * unit
+        self._no_sync = self.ep_size <= _RANKS_PER_NODE if no_sync is None else no_sync
+        self.capabilities = Capabilities(order="early" if self._no_sync else "late", capturable=self._no_sync)
+        self._deep_ep, self._num_sms, self._configs = deep_ep, num_sms, dict[int, tuple[Any, Any]]()
+        sizes = self._configs_of(MAX_SMS)
+        row_bytes = self._wire_hidden * 2
+        self._buffer = deep_ep.Buffer(
+            group,
+            max(c.get_nvl_buffer_size_hint(row_bytes, self.ep_size) for c in sizes),
+            max(c.get_rdma_buffer_size_hint(row_bytes, self.ep_size) for c in sizes),
+            explicitly_destroy=True,
+        )
+        self._comm = Comm(
+            device, order=self.capabilities.order, own_stream=False, make_ready=deep_ep.Buffer.capture, check=check
+        )
+
+    def set_num_sms(self, num_sms: int | None) -> int | None:
+        """A `dbo.sm_partition.Setter`: SMs of the dispatches to come (even, at most MAX_SMS); gives what was in force."""
+        before = self._num_sms
+        if num_sms is not None:
+            self._configs_of(num_sms)
+            self._num_sms = num_sms
+        return before
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_tokens_per_rank: Sequence[int] | None = None,
+    ) -> Work[Dispatched]:
+        """See `All2All.dispatch`."""
+        check_routing(x, topk_idx, topk_weights)
+        num_tokens = x.shape[0]
+        if not num_tokens:
+            x, topk_idx = x.new_zeros(1, self._hidden), topk_idx.new_full((1, topk_idx.shape[1]), -1)
+            topk_weights = topk_weights.new_zeros(topk_idx.shape)
+        wire: Tensor | tuple[Tensor, Tensor] = F.pad(x, (0, self._wire_hidden - self._hidden)).contiguous()
+        if self._fp8:
+            wire = _quantise(wire)
+        bound = self._max_tokens * self.ep_size if num_tokens_per_rank is None else sum(num_tokens_per_rank)
+        dispatch_config, combine_config = self._configs_of(self._num_sms)
+
+        def launch(ready: Any) -> Callable[[], Dispatched]:
+            own_stream = {"async_finish": True, "allocate_on_comm_stream": True}
+            per_rank, per_node, per_expert, is_token_in_rank, laid_out = self._buffer.get_dispatch_layout(
+                topk_idx, self.num_experts, previous_event=ready, **own_stream
+            )
+            received, local_idx, weights, counts, handle, arrived = self._buffer.dispatch(
+                wire,
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=is_token_in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                num_worst_tokens=max(bound, 1) if self._no_sync else 0,
+                config=dispatch_config,
+                previous_event=laid_out,
+                **own_stream,
+            )
+            sent = _Sent(handle=handle, combine_config=combine_config, num_tokens=num_tokens)
+
+            def finish() -> Dispatched:
+                arrived.current_stream_wait()
+                rows = _dequantise(*received) if self._fp8 else received
+                return Dispatched(
+                    x=rows[:, : self._hidden],
+                    topk_idx=local_idx,
+                    topk_weights=weights,
+                    num_tokens_per_expert=counts or None,
+                    handle=sent,
+                )
+
+            return finish
+
+        return self._comm.start(launch, label="dispatch")
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
+        """See `All2All.combine`."""
+        back: _Sent = sent.handle
+        wire = F.pad(y, (0, self._wire_hidden - self._hidden)).contiguous()
+
+        def launch(ready: Any) -> Callable[[], Tensor]:
+            combined, _, arrived = self._buffer.combine(
+                wire,
+                back.handle,
+                config=back.combine_config,
+                previous_event=ready,
+                async_finish=True,
+                allocate_on_comm_stream=True,
+            )
+
+            def finish() -> Tensor:
+                arrived.current_stream_wait()
+                result: Tensor = combined[: back.num_tokens, : self._hidden]
+                return result
+
+            return finish
+
+        return self._comm.start(launch, label="combine")
+
+    def close(self) -> None:
+        """Collective: gives back DeepEP's buffers. Calling it again does nothing."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.destroy()
+
+    def _configs_of(self, num_sms: int) -> tuple[Any, Any]:
+        """(dispatch, combine) configurations of so many SMs, DeepEP's own tuning for this number of ranks."""
+        if num_sms not in self._configs:
+            if num_sms % 2 or not 2 <= num_sms <= MAX_SMS:
+                raise ConfigError("comm_sms", num_sms, f"an even number from 2 to {MAX_SMS}", "use 20")
+            buffer = self._deep_ep.Buffer
+            before = buffer.num_sms
+            buffer.set_num_sms(num_sms)  # the only way to DeepEP's tables; put back below
+            try:
+                pair = buffer.get_dispatch_config(self.ep_size), buffer.get_combine_config(self.ep_size)
+            except AssertionError as error:
+                allowed = "a number of ranks DeepEP has tables for (2, 4, 8, 16, 24, 32, ...)"
+                raise ConfigError("ep_size", self.ep_size, allowed, "use --all2all torch") from error
+            finally:
+                buffer.set_num_sms(before)
+            self._configs[num_sms] = pair
+        return self._configs[num_sms]
+
+
+def import_deep_ep() -> Any:
+    """The package `deep_ep`, V1. Raises ConfigError with the remedy where it is not installed or does not load."""
+    os.environ.setdefault("EP_SUPPRESS_NCCL_CHECK", "1")  # its check looks for another NCCL than torch brings
+    try:
+        import deep_ep
+    except ImportError as error:
+        raise ConfigError(
+            "all2all",
+            "deepep",
+            f"an installed deep_ep ({error})",
+            "pip install dbo-moe[deepep], or use --all2all torch",
+        ) from error
+    return deep_ep
+
+
+def check_even_experts(name: str, num_experts: int, ep_size: int) -> None:
+    """DeepEP finds an expert's rank by division. Raises ConfigError where that would be wrong."""
+    if num_experts % ep_size:
+        raise ConfigError(
+            "num_experts",
+            num_experts,
+            f"a multiple of {ep_size} ranks for {name}",
+            "use --all2all torch, or other ranks",
+        )
+
+
+def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    from moe.kernels.fp8 import quantise
+
+    return quantise(x)
+
+
+def _dequantise(values: Tensor, scales: Tensor) -> Tensor:
+    from moe.kernels.fp8 import dequantise
+
+    return dequantise(values, scales)
