@@ -35,7 +35,7 @@ from dbo.runner import UBatchRunner
 from dbo.slices import can_cut, make_slices, pad_batch, split_batch
 from launch.mesh import Mesh
 from launch.sampling import sample, top_logprobs
-from launch.scheduler import Limits, Request, Schedule, Scheduler
+from launch.scheduler import Chunk, Limits, Request, Schedule, Scheduler
 from moe.all2all.base import All2All
 from moe.batch import ForwardBatch
 from moe.kv_cache import KVCache
@@ -59,6 +59,7 @@ class StepRecord:
     phase: Phase  # of all ranks together
     num_tokens: int
     num_tokens_padded: int
+    num_rows_of_all: int  # computed by all ranks together, real or padding
     num_ubatches: int
     reason: str
     agree_ms: float  # waiting for the votes of the others
@@ -103,6 +104,15 @@ class Unobserved:
     def interrupted(self) -> bool:
         """Never."""
         return False
+
+
+Sampler = Callable[[Sequence[Chunk], Tensor], Tensor]
+"""Chunks that need a token and their logits [n, vocab] float32 -> [n] int64, on the logits' device, without waiting."""
+
+
+def sample_chunks(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
+    """Each request samples as its parameters say."""
+    return sample(logits, [c.request.params for c in chunks], [c.start + c.num_tokens for c in chunks])
 
 
 class StepClock:
@@ -222,15 +232,17 @@ class Engine:
         num_rows: int = 0,
         num_logprobs: int | None = None,
         early_votes: bool = True,
+        sampler: Sampler = sample_chunks,
     ) -> RunResult:
         """Compute this rank's requests (maybe none) together with the other ranks, until all are done.
 
         Collective, with the same `dbo` on every rank. Requests come in order of `index` and have passed
         `Scheduler.check`. `num_rows`: output rows that this rank posted before the run. `early_votes=False` casts every
-        vote after the step before it, for tests. Raises PeerFailed, StepTimeout and what a step raises; after that
+        vote after the step before it, for tests. `sampler`: chooses the tokens, for experiments that watch logits or
+        force tokens. Raises PeerFailed, StepTimeout and what a step raises; after that
         the groups of the mesh need renewal.
         """
-        return _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes).run(requests, num_rows)
+        return _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler).run(requests, num_rows)
 
     def runner(self, dbo: DBOConfig) -> UBatchRunner:
         """The kept runner for these settings."""
@@ -279,11 +291,17 @@ class _Run:
     """The state of one `Engine.run`."""
 
     def __init__(
-        self, engine: Engine, dbo: DBOConfig, observer: Observer, num_logprobs: int | None, early_votes: bool
+        self,
+        engine: Engine,
+        dbo: DBOConfig,
+        observer: Observer,
+        num_logprobs: int | None,
+        early_votes: bool,
+        sampler: Sampler,
     ):
         mesh = engine.mesh
         self.engine, self.dbo, self.observer = engine, dbo, observer
-        self.num_logprobs, self.early_votes = num_logprobs, early_votes
+        self.num_logprobs, self.early_votes, self.sampler = num_logprobs, early_votes, sampler
         self.scheduler = Scheduler(engine.limits)
         self.agreement = Agreement(
             mesh.agreement_group if mesh.world_size > 1 else None,
@@ -361,8 +379,7 @@ class _Run:
         last = np.cumsum(schedule.query_lens, dtype=np.int64) - 1
         rows = torch.from_numpy(last[[chunk.samples for chunk in schedule.chunks]]).to(hidden.device)
         logits = self.engine.model.compute_logits(hidden[rows])
-        params = [chunk.request.params for chunk in chunks]
-        chosen = sample(logits, params, [chunk.start + chunk.num_tokens for chunk in chunks])
+        chosen = self.sampler(chunks, logits)
         tokens = self.engine.read(chosen)
         if self.num_logprobs is not None:
             for chunk, row in zip(chunks, top_logprobs(logits, chosen, self.num_logprobs), strict=True):
@@ -372,10 +389,12 @@ class _Run:
 
 def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float) -> StepRecord:
     phase: Phase = "mixed" if any(plan.votes["num_decode_tokens"]) else "prefill"
+    padded = plan.num_tokens_padded
     return StepRecord(
         phase="decode" if plan.uniform_decode else phase,
         num_tokens=schedule.num_tokens,
-        num_tokens_padded=schedule.num_tokens if plan.num_tokens_padded is None else plan.num_tokens_padded,
+        num_tokens_padded=schedule.num_tokens if padded is None else padded,
+        num_rows_of_all=sum(plan.num_tokens_per_rank) if padded is None else padded * len(plan.num_tokens_per_rank),
         num_ubatches=plan.num_ubatches,
         reason=str(plan.reason),
         agree_ms=(agreed - began) * 1e3,
