@@ -5,19 +5,15 @@ order of `query_lens`; rows at and beyond `num_tokens` are padding, whose `slot_
 never read; a half of a request that a cut left in a later ubatch counts the tokens of the earlier half as computed.
 """
 
-# ruff: noqa: RUF009  (`ruled` makes a new dataclass field each time)
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dbo.slices import Batch, UBatchSlice, by_request, by_token, cut_query_lens, cut_seq_lens, derived, ruled
-
-IntArray = npt.NDArray[np.int32]
+from dbo.slices import Batch, IntArray, UBatchSlice, by_request, by_token, cut_query_lens, cut_seq_lens, derived, ruled
 
 
 def _true_tokens(batch: ForwardBatch, s: UBatchSlice) -> int:

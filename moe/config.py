@@ -96,7 +96,7 @@ def named_shape(name: str) -> ModelConfig:
 
 
 def _shapes() -> dict[str, ModelConfig]:
-    qwen3 = {
+    qwen3: dict[str, Any] = {
         "family": "qwen3_moe",
         "vocab_size": 151936,
         "num_kv_heads": 4,

@@ -29,8 +29,8 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate `num_blocks` usable blocks, zeroed."""
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_layers = config.num_layers
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self.num_layers, self.dtype = config.num_layers, dtype
         self._memory = torch.zeros(
             config.num_layers,
             2,

@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """One parameter of the model as this rank holds it: `pieces`, one after another, filling `shape` in row-major order.
+    """One parameter as this rank holds it: `pieces`, one after another, fill `shape` in row-major order.
 
     `fused` is another way in which checkpoints store the same parameter, taken when its first tensor is there.
     `needed` names tensors that only other ranks read, checked nevertheless. `ones`: random weights are all one.

@@ -64,8 +64,9 @@ def _yarn(speeds: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    slowed = ((torch.arange(len(speeds)) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return speeds / scaling["factor"] * slowed + speeds * (1 - slowed)
+    slowed: Tensor = ((torch.arange(len(speeds)) - low) / max(high - low, 0.001)).clamp(0, 1)
+    factor = float(scaling["factor"])
+    return speeds / factor * slowed + speeds * (1 - slowed)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
@@ -83,7 +84,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 def _llama3(speeds: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """By full turns over the original context: many keep their speed, few are divided, between blended."""
-    turns = scaling["original_max_position_embeddings"] * speeds / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return speeds / scaling["factor"] * (1 - kept) + speeds * kept
+    turns = float(scaling["original_max_position_embeddings"]) * speeds / (2 * math.pi)
+    low, high, factor = (float(scaling[k]) for k in ("low_freq_factor", "high_freq_factor", "factor"))
+    kept: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+    return speeds / factor * (1 - kept) + speeds * kept

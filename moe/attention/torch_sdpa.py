@@ -48,7 +48,7 @@ class TorchAttention:
         self._kv, self._batch, self._window = kv, batch, config.sliding_window
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         self._starts = np.cumsum(batch.query_lens) - batch.query_lens
-        self._parts = [*self._plan_singles(), *self._plan_chunks()]
+        self._parts: list[_Singles | _Chunk] = [*self._plan_singles(), *self._plan_chunks()]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """See `AttentionPlan.attend`."""

@@ -1,4 +1,4 @@
-"""Model families: what a checkpoint holds and how it is run. Entry points: `load_model`, `Model`, `count_parameters`."""
+"""Models: one short file for each family over a shared decoder."""
 
 from moe.models.decoder import Model
 from moe.models.loading import count_parameters, load_model

@@ -9,7 +9,7 @@ Shapes: T tokens with padding, H hidden, Q num_heads, K num_kv_heads, D head_dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,12 @@ from moe.config import ModelConfig
 from moe.experts import ExpertWeights
 from moe.kv_cache import KVCache
 from moe.layer import MoELayer
+from moe.linear import Linear, make_linear
 from moe.models.family import Family
 from moe.router import Router
 from moe.weights import Param, Piece
 
-Params = Mapping[str, Tensor]
+Params = dict[str, Tensor]
 
 
 class Model:
@@ -44,15 +45,15 @@ class Model:
         *,
         attention: AttentionBackend = TorchAttention,
     ) -> None:
-        """Use the tensors of `declare_params`, loaded."""
+        """Take the tensors of `declare_params` out of `params`, so that a packed one is in memory once."""
         self.config = config
-        self.embedding = params["embedding"]
+        self.embedding = params.pop("embedding")
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.layers = [_make_layer(config, params, all2all, i) for i in range(config.num_layers)]
+        self.layers = [_make_layer(config, _take(params, f"layers.{i}."), all2all, i) for i in range(config.num_layers)]
         self._attention = attention
         self._rotary = Rotary(config, self.device)
-        self._final_norm = params["final_norm"]
-        self._head = self.embedding if config.tie_embeddings else params["head"]
+        self._final_norm = params.pop("final_norm")
+        self._head = make_linear(self.embedding if config.tie_embeddings else params.pop("head"))
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -71,7 +72,7 @@ class Model:
     @torch.inference_mode()
     def compute_logits(self, rows: Tensor) -> Tensor:
         """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
-        return F.linear(_norm(rows, self._final_norm, self.config), self._head).float()
+        return self._head(_norm(rows, self._final_norm, self.config)).float()
 
 
 @dataclass(kw_only=True)
@@ -95,17 +96,15 @@ class SelfAttention:
 
     config: ModelConfig
     index: int
-    qkv: Tensor  # [(Q + 2 K) D, H]
-    out: Tensor  # [H, Q D]
-    qkv_bias: Tensor | None
-    out_bias: Tensor | None
+    qkv: Linear  # H -> (Q + 2 K) D
+    out: Linear  # Q D -> H
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         """x [T, H], normed -> [T, H] without the residual."""
         c = self.config
-        qkv = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (-1, c.head_dim))
+        qkv = self.qkv(x).unflatten(-1, (-1, c.head_dim))
         if self.q_norm is None or self.k_norm is None:
             turned = rotate(qkv[:, : -c.num_kv_heads], angles)
             q, k = turned[:, : c.num_heads], turned[:, c.num_heads :]
@@ -114,47 +113,51 @@ class SelfAttention:
             q, k = rotate(_norm(q, self.q_norm, c), angles), rotate(_norm(k, self.k_norm, c), angles)
         seen = torch.empty_like(q, memory_format=torch.contiguous_format)
         plan.attend(self.index, q, k, qkv[:, -c.num_kv_heads :], seen)
-        return F.linear(seen.flatten(1), self.out, self.out_bias)
+        return self.out(seen.flatten(1))
 
 
 def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
 
 
+def _take(params: Params, prefix: str) -> Params:
+    """Move the parameters under `prefix` out of `params`."""
+    return {name.removeprefix(prefix): params.pop(name) for name in list(params) if name.startswith(prefix)}
+
+
 def _make_layer(config: ModelConfig, params: Params, all2all: All2All, index: int) -> Layer:
-    at = f"layers.{index}."
-    attention = SelfAttention(
-        config=config,
-        index=index,
-        qkv=params[at + "qkv"],
-        out=params[at + "out"],
-        qkv_bias=params.get(at + "qkv_bias"),
-        out_bias=params.get(at + "out_bias"),
-        q_norm=params.get(at + "q_norm"),
-        k_norm=params.get(at + "k_norm"),
-    )
+    attention_norm, mlp_norm = params["attention_norm"], params["mlp_norm"]
     return Layer(
-        attention=attention,
-        attention_norm=lambda x: _norm(x, params[at + "attention_norm"], config),
-        mlp=_dense_mlp(params, at) if index in config.dense_layers else _moe_mlp(config, params, all2all, at),
-        mlp_norm=lambda x: _norm(x, params[at + "mlp_norm"], config),
+        attention=SelfAttention(
+            config=config,
+            index=index,
+            qkv=make_linear(params["qkv"], params.get("qkv_bias")),
+            out=make_linear(params["out"], params.get("out_bias")),
+            q_norm=params.get("q_norm"),
+            k_norm=params.get("k_norm"),
+        ),
+        attention_norm=lambda x: _norm(x, attention_norm, config),
+        mlp=_dense_mlp(params) if index in config.dense_layers else _moe_mlp(config, params, all2all),
+        mlp_norm=lambda x: _norm(x, mlp_norm, config),
     )
 
 
-def _dense_mlp(params: Params, at: str) -> Callable[[Tensor, ForwardBatch], Tensor]:
+def _dense_mlp(params: Params) -> Callable[[Tensor, ForwardBatch], Tensor]:
+    gate_up, down = make_linear(params["w_gate_up"]), make_linear(params["w_down"])
+
     def mlp(x: Tensor, batch: ForwardBatch) -> Tensor:
-        gate, up = F.linear(x, params[at + "w_gate_up"]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, params[at + "w_down"])
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(F.silu(gate) * up)
 
     return mlp
 
 
-def _moe_mlp(
-    config: ModelConfig, params: Params, all2all: All2All, at: str
-) -> Callable[[Tensor, ForwardBatch], Tensor]:
-    router = Router(gate=params[at + "router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob)
-    experts = ExpertWeights(w_gate_up=params[at + "w_gate_up"], w_down=params[at + "w_down"])
-    layer = MoELayer(router, experts, all2all)
+def _moe_mlp(config: ModelConfig, params: Params, all2all: All2All) -> Callable[[Tensor, ForwardBatch], Tensor]:
+    layer = MoELayer(
+        Router(gate=params["router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob),
+        ExpertWeights(w_gate_up=params["w_gate_up"], w_down=params["w_down"]),
+        all2all,
+    )
     return lambda x, batch: layer(x, batch.num_tokens, batch.num_tokens_per_rank)
 
 

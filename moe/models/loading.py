@@ -33,9 +33,9 @@ def load_model(
     """Load what rank `all2all.ep_rank` holds of a Hugging Face directory; a ModelConfig gets random weights.
 
     `dtype="auto"` keeps the checkpoint's. `load_format="dummy"` takes only the shape from `model` and random weights
-    from `seed`, the same for any number of ranks. The progress bar (standard error) appears on rank 0 alone. Blocks until
-    loaded. Raises ConfigError for what the config asks and WeightError for what the checkpoint lacks, on every rank
-    alike and before anything is loaded; takes part in no collective.
+    from `seed`, the same for any number of ranks. The progress bar (standard error) is rank 0's. Blocks until loaded.
+    Raises ConfigError for what the config asks and WeightError for what the checkpoint lacks, on every rank alike and
+    before anything is loaded; takes part in no collective.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
     source: WeightSource

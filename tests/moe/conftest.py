@@ -1,0 +1,5 @@
+"""Fixtures of the tests of `moe`."""
+
+from tests.moe.checkpoints import checkpoints
+
+__all__ = ["checkpoints"]
