@@ -8,7 +8,7 @@ from importlib import metadata
 import click
 
 from launch import cli
-from launch.config import GenerateOptions
+from launch.config import ABOptions, GenerateOptions
 
 
 def _generate() -> click.Command:
@@ -18,13 +18,20 @@ def _generate() -> click.Command:
     return cli.command("generate", GenerateOptions, run, help="Answer the prompts of a file. Start it under torchrun.")
 
 
+def _ab() -> click.Command:
+    def run(options: ABOptions) -> int:
+        return int(cli.imported("launch.ab:run")(options))
+
+    return cli.command("ab", ABOptions, run, help="Does overlap pay here? Start it under torchrun.")
+
+
 COMMANDS = {
     "upcycle": (
         lambda: cli.imported("launch.upcycle_command:upcycle_command"),
         "Turn a dense checkpoint into a mixture of experts.",
     ),
     "generate": (_generate, "Answer the prompts of a file."),
-    "ab": (lambda: cli.imported("launch.ab:ab"), "Compare overlap off and on, with statistics."),
+    "ab": (_ab, "Compare overlap off and on, with statistics."),
 }
 
 

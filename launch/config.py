@@ -143,6 +143,27 @@ class GenerateOptions(EngineOptions):
     strict: bool = option(False, "Stop at the first prompt that cannot run, before any runs.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ABOptions(EngineOptions):
+    """`ab`: one workload, whole and split and overlapped."""
+
+    model: str | None = option(None, "Model directory, as for generate; or give --shape.", metavar="DIR")  # type: ignore[assignment]
+    shape: str | None = option(
+        None, "A published model's shape with random weights: tiny, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, ..."
+    )
+    num_layers: int | None = option(None, "Layers to run of a model with random weights.", check=at_least(1))
+    workload: str = option(
+        help="Prompt file (as for generate), or synthetic:requests=16,prompt_tokens=64-256,new_tokens=16.",
+        metavar="FILE|synthetic:...",
+    )
+    report: str = option(help="Directory for ab.json.", metavar="DIR")
+    arms: str = option("whole,split,overlap", "Arms to compare, of whole, split and overlap.")
+    rounds: int = option(20, "Measured rounds; every arm runs once in each.", check=at_least(3))
+    warmup: int = option(2, "Rounds before those, not counted.", check=at_least(0))
+    max_new_tokens: int = option(16, "Tokens to generate for a prompt of a file that does not say.", check=at_least(1))
+    overlap: Literal["off", "on"] = "on"  # the arms decide, so it is no option here
+
+
 def specs(options: type[Options]) -> dict[str, OptionSpec]:
     """The declared options of a set, by field name, in order of declaration (required ones first)."""
     fields = sorted(dataclasses.fields(options), key=lambda f: f.default is not dataclasses.MISSING)

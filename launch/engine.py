@@ -59,7 +59,8 @@ class StepRecord:
     phase: Phase  # of all ranks together
     num_tokens: int
     num_tokens_padded: int
-    num_rows_of_all: int  # computed by all ranks together, real or padding
+    num_tokens_of_all: int  # of all ranks together
+    num_rows_of_all: int  # what they compute, real or padding
     num_ubatches: int
     reason: str
     agree_ms: float  # waiting for the votes of the others
@@ -394,6 +395,7 @@ def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float) ->
         phase="decode" if plan.uniform_decode else phase,
         num_tokens=schedule.num_tokens,
         num_tokens_padded=schedule.num_tokens if padded is None else padded,
+        num_tokens_of_all=sum(plan.num_tokens_per_rank),
         num_rows_of_all=sum(plan.num_tokens_per_rank) if padded is None else padded * len(plan.num_tokens_per_rank),
         num_ubatches=plan.num_ubatches,
         reason=str(plan.reason),

@@ -40,13 +40,13 @@ def read_job(options: GenerateOptions, mesh: Mesh) -> Job:
     """Read the prompts, report malformed lines, open the output file. Collective; raises CommandError on every rank."""
     text = together(mesh, "prompts", lambda: _prompts_text(options.prompts) if mesh.rank == 0 else "")
     source = "standard input" if options.prompts == "-" else options.prompts
-    prompts, bad = read_prompts(_share(mesh, "prompts", text), source, _default_params(options))
+    prompts, bad = read_prompts(share_text(mesh, "prompts", text), source, _default_params(options))
     for line in bad if mesh.rank == 0 else []:
         print(f"error: {line}", file=sys.stderr, flush=True)
     if bad and options.strict:
         raise CommandError(f"{len(bad)} malformed lines, the first at {bad[0]} (--strict)", FAILED)
     kept = together(mesh, "output", lambda: _open_output(options) if mesh.rank == 0 else [])
-    done = set(json.loads(_share(mesh, "kept", json.dumps(kept))))
+    done = set(json.loads(share_text(mesh, "kept", json.dumps(kept))))
     return Job(
         prompts=[prompt for prompt in prompts if prompt.id not in done],
         order={prompt.id: prompt.index for prompt in prompts},
@@ -63,7 +63,7 @@ def make_requests(
     refused: list[Row] = []
     for prompt in job.prompts[mesh.rank :: mesh.world_size]:
         try:
-            token_ids = _token_ids(prompt, codec, model.vocab_size)
+            token_ids = token_ids_of(prompt, codec, model.vocab_size)
             why = checks.check(len(token_ids))
         except ValueError as error:
             token_ids, why = [], str(error)
@@ -88,7 +88,7 @@ def _open_output(options: GenerateOptions) -> list[str]:
     return list(rows)
 
 
-def _share(mesh: Mesh, name: str, text: str) -> str:
+def share_text(mesh: Mesh, name: str, text: str) -> str:
     """The text of rank 0, on every rank. Collective."""
     if mesh.rank == 0:
         data = text.encode()
@@ -112,7 +112,7 @@ def _default_params(options: GenerateOptions) -> SamplingParams:
     )
 
 
-def _token_ids(prompt: Prompt, codec: TextCodec | None, vocab_size: int) -> list[int]:
+def token_ids_of(prompt: Prompt, codec: TextCodec | None, vocab_size: int) -> list[int]:
     """The tokens of a prompt. Raises ValueError with the reason why it cannot run."""
     if prompt.kind == "token_ids":
         if wrong := [token for token in prompt.content if token >= vocab_size]:

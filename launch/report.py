@@ -41,9 +41,9 @@ class ArmResult:
     decode_steps: int
     split_prefill_steps: int
     split_decode_steps: int
-    prompt_tokens: int  # per round, all ranks
+    num_tokens: int  # real tokens that went through the model, per round, all ranks
+    num_rows: int  # rows that did, real or padding
     new_tokens: int
-    padded_tokens: int  # rows computed, real or padding, per round, all ranks
     reasons: Counter[str]
 
     def times(self, phase: str) -> list[float]:
@@ -166,10 +166,9 @@ class ABReport:
 
 def _row(arm: ArmResult) -> str:
     decode = [ms / max(arm.decode_steps, 1) for ms in arm.times("decode")]
-    rate = (arm.prompt_tokens + arm.new_tokens) / (summarise(arm.times("total")).median / 1e3)
+    rate = arm.num_tokens / (summarise(arm.times("total")).median / 1e3)
     splits = f"{arm.split_steps}/{arm.prefill_steps + arm.decode_steps}"
-    real = arm.prompt_tokens + arm.new_tokens
-    padding = max(0.0, 1.0 - real / arm.padded_tokens) if arm.padded_tokens else 0.0
+    padding = 1.0 - arm.num_tokens / arm.num_rows if arm.num_rows else 0.0
     times = f"{_spread(arm.times('prefill')):>22}{_spread(decode):>22}"
     return f"{arm.name:<9}{times}{rate:>10.0f}{splits:>16}{padding:>9.1%}"
 
@@ -191,7 +190,7 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "total_ms": {**dataclasses.asdict(summarise(arm.times("total"))), "samples": arm.times("total")},
         "steps": {"prefill": arm.prefill_steps, "decode": arm.decode_steps},
         "split_steps": {"prefill": arm.split_prefill_steps, "decode": arm.split_decode_steps},
-        "tokens": {"prompt": arm.prompt_tokens, "new": arm.new_tokens, "computed_rows": arm.padded_tokens},
+        "tokens": {"computed": arm.num_tokens, "new": arm.new_tokens, "rows": arm.num_rows},
         "reasons": dict(arm.reasons),
     }
 

@@ -7,10 +7,13 @@ rank. A malformed line never stops the others: it is a `BadLine` with its number
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dbo.errors import ConfigError
 from launch.config import closest
 from launch.sampling import SamplingParams, request_seed
 
@@ -133,3 +136,38 @@ def _params(row: Mapping[str, Any], request_id: str, defaults: SamplingParams) -
         stop_token_ids=tuple(row.get("stop_token_ids", defaults.stop_token_ids)),
         ignore_eos=row.get("ignore_eos", defaults.ignore_eos),
     )
+
+
+_SYNTHETIC = {"requests": (16, 16), "prompt_tokens": (128, 128), "new_tokens": (16, 16)}
+
+
+def synthetic_prompts(spec: str, vocab_size: int, seed: int) -> list[Prompt]:
+    """Random prompts for `synthetic:requests=16,prompt_tokens=64-256,new_tokens=16`; a range is drawn from evenly.
+
+    The same for the same arguments. Raises ConfigError for a key or value that makes no sense.
+    """
+    ranges = _ranges(spec)
+    rng = random.Random(seed)
+    low, high = ranges["requests"]
+    prompts = []
+    for index in range(rng.randint(low, high)):
+        length, new_tokens = rng.randint(*ranges["prompt_tokens"]), rng.randint(*ranges["new_tokens"])
+        token_ids = [rng.randrange(vocab_size) for _ in range(length)]
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        prompts.append(Prompt(id=str(index), index=index, kind="token_ids", content=token_ids, params=params))
+    return prompts
+
+
+def _ranges(spec: str) -> dict[str, tuple[int, int]]:
+    ranges = dict(_SYNTHETIC)
+    for part in filter(None, spec.removeprefix("synthetic:").split(",")):
+        name, _, text = part.partition("=")
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+        if name not in ranges:
+            allowed = ", ".join(f"{known}=N or N-M" for known in ranges)
+            raise ConfigError("--workload", part, allowed, closest(name, ranges))
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= low <= high:
+            raise ConfigError("--workload", part, f"{name}=N or N-M with 1 <= N <= M", "")
+        ranges[name] = (low, high)
+    return ranges

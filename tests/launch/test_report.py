@@ -17,9 +17,9 @@ def arm(name: str, ms: float, *, splits: int = 3, rounds: int = 12, seed: int = 
         decode_steps=0,
         split_prefill_steps=splits,
         split_decode_steps=0,
-        prompt_tokens=4096,
+        num_tokens=4096,
+        num_rows=4608,
         new_tokens=0,
-        padded_tokens=4608,
         reasons=Counter({"split": splits} if splits else {"below threshold": 4}),
     )
 

@@ -1,0 +1,309 @@
+"""`ab`: does overlap pay here? The same work whole, split and overlapped, on the same loaded model.
+
+Its own file because it is an experiment around the engine, not a part of it. Three arms differ in nothing but how a
+step is run:
+
+    whole      one batch a step
+    split      N ubatches, one after another: what smaller kernels cost
+    overlap    N ubatches, interleaved: what hiding communication gains
+
+First the equality gate: one run of each arm with the same forced tokens, every logit compared. Then rounds, each with
+every arm once, in random order (the same on all ranks), after warm-up rounds that do not count. Every answer is
+exactly as long as it was asked to be, so all arms run the same steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dbo.config import DBOConfig
+from dbo.errors import ConfigError
+from launch.cli import FAILED, USAGE, CommandError
+from launch.config import ABOptions
+from launch.engine import Engine, RunResult, sample_chunks
+from launch.environment import describe_environment
+from launch.log import set_up_logging
+from launch.mesh import Mesh
+from launch.prepare import share_text, token_ids_of
+from launch.report import ABReport, ArmResult, Gate, RoundTimes
+from launch.sampling import SamplingParams
+from launch.scheduler import Chunk, Request, Scheduler
+from launch.session import (
+    banner,
+    dbo_config,
+    describe_failure,
+    load_engine,
+    read_shared,
+    resolve,
+    shared_options,
+    together,
+)
+from launch.text import TextCodec
+from launch.workload import Prompt, read_prompts, synthetic_prompts
+from moe.config import ModelConfig, named_shape, read_config
+
+Arm = Literal["whole", "split", "overlap"]
+
+NEAR_TIE = 1e-3
+"""Two logits closer than this (times the tolerance's scale in lower precision) may swap places between arms."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest difference between whole and overlap, over the largest logit, by the type of weights and activations."""
+GATE_TOKENS = 8
+"""Tokens of each answer that the gate compares; later ones add time, not coverage."""
+
+
+def run(options: ABOptions) -> int:
+    """Run the command on this rank; returns the exit code."""
+    arms = parse_arms(options.arms)
+    with Mesh.start(device=options.device) as mesh:
+        set_up_logging(options.log_level, mesh.rank)
+        mesh.peers.compare_options(shared_options(options))
+        model = together(mesh, "config", lambda: model_of(options))
+        resolved = together(mesh, "limits", lambda: resolve(options, model))
+        prompts = read_workload(options, resolved.model, mesh)
+        source = Path(options.model) if options.model else resolved.model
+        engine = load_engine(options, resolved, mesh, model=source)
+        if mesh.rank == 0:
+            for line in banner(options, resolved, engine):
+                logging.info(line)
+        try:
+            with mesh.peers.guard():
+                experiment = Experiment(
+                    engine, prompts, dbo_config(options), options.rounds, options.warmup, options.seed
+                )
+                report = experiment.run(arms, options)
+        except Exception as error:
+            logging.error(describe_failure(error), exc_info=options.log_level == "debug")
+            return FAILED
+        finally:
+            engine.close()
+        if mesh.rank == 0:
+            file = report.write(Path(options.report))
+            print(json.dumps(report.to_json()) if options.json else report.text(), flush=True)
+            logging.info("report: %s", file)
+        return 0 if report.gate.passed else FAILED
+
+
+def parse_arms(text: str) -> tuple[Arm, ...]:
+    """`whole,overlap` -> names of arms. Raises ConfigError; `whole` and `overlap` are needed for the gate."""
+    known: tuple[Arm, ...] = ("whole", "split", "overlap")
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError("--arms", unknown[0], ", ".join(known), "")
+    if not {"whole", "overlap"} <= set(names):
+        raise ConfigError(
+            "--arms", text, "at least whole and overlap", "add the missing one: a single arm compares nothing"
+        )
+    return tuple(arm for arm in known if arm in names)
+
+
+def arm_config(arm: Arm, base: DBOConfig) -> DBOConfig:
+    """The settings of one arm."""
+    if arm == "whole":
+        return replace(base, overlap="off")
+    return replace(base, overlap="on", interleave=arm == "overlap")
+
+
+def model_of(options: ABOptions) -> ModelConfig:
+    """The model that the options name. Raises ConfigError if they name none, or two."""
+    if (options.model is None) == (options.shape is None):
+        raise ConfigError("--model", options.model, "either --model DIR or --shape NAME", "give one of the two")
+    config = named_shape(options.shape) if options.shape else read_config(str(options.model))
+    if options.num_layers is None:
+        return config
+    if options.load_format != "dummy" and options.shape is None:
+        raise ConfigError("--num-layers", options.num_layers, "with --shape or --load-format dummy", "")
+    return replace(config, num_layers=options.num_layers)
+
+
+def read_workload(options: ABOptions, model: ModelConfig, mesh: Mesh) -> list[Prompt]:
+    """All prompts, with token ids, the same on every rank. Collective; raises CommandError on every rank."""
+    if options.workload.startswith("synthetic:"):
+        return together(mesh, "workload", lambda: synthetic_prompts(options.workload, model.vocab_size, options.seed))
+    text = together(mesh, "workload", lambda: Path(options.workload).read_text() if mesh.rank == 0 else "")
+    text = share_text(mesh, "workload", text)
+    prompts, bad = read_prompts(text, options.workload, SamplingParams(max_new_tokens=options.max_new_tokens))
+    if bad:
+        raise CommandError(str(bad[0]), USAGE)
+    codec = together(mesh, "tokenizer", lambda: TextCodec.read(Path(options.model)) if options.model else None)
+    return together(mesh, "encode", lambda: [_encoded(prompt, codec, model) for prompt in prompts])
+
+
+def _encoded(prompt: Prompt, codec: TextCodec | None, model: ModelConfig) -> Prompt:
+    return replace(prompt, kind="token_ids", content=token_ids_of(prompt, codec, model.vocab_size))
+
+
+@dataclass
+class Watch:
+    """A sampler that keeps what the gate compares: for each sampled row, its logits or their digest.
+
+    `force`: the tokens to continue with, by request; None lets each request sample greedily.
+    """
+
+    force: Mapping[str, Sequence[int]] | None = None
+    logits: dict[tuple[str, int], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.digests: dict[tuple[str, int], bytes] = {}
+        self.logits = {} if self.force is None else None
+        self.difference = 0.0
+        self.tokens_equal = True
+
+    def __call__(self, chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
+        """Note every row, and choose its token."""
+        rows = logits.float().cpu()
+        for chunk, row in zip(chunks, rows, strict=True):
+            key = (chunk.request.id, len(chunk.request.output_ids))
+            self.digests[key] = hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest()
+            if self.logits is not None:
+                self.logits[key] = row.clone()
+        if self.force is None:
+            return sample_chunks(chunks, logits)
+        forced = [self.force[chunk.request.id][len(chunk.request.output_ids)] for chunk in chunks]
+        return torch.tensor(forced, device=logits.device)
+
+
+class Comparison(Watch):
+    """A forced run that is compared, row by row, with the logits of a free one."""
+
+    def __init__(self, reference: Watch, tokens: Mapping[str, Sequence[int]], near_tie: float) -> None:
+        super().__init__(force=tokens)
+        self._reference, self._near_tie = reference.logits or {}, near_tie
+
+    def __call__(self, chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
+        """Note every row, compare it, and choose the forced token."""
+        for chunk, row in zip(chunks, logits.float().cpu(), strict=True):
+            expected = self._reference[chunk.request.id, len(chunk.request.output_ids)]
+            difference = float((row - expected).abs().max() / expected.abs().max())
+            self.difference = difference if difference != difference else max(self.difference, difference)
+            ours, theirs = int(row.argmax()), int(expected.argmax())
+            self.tokens_equal &= float(expected[theirs] - expected[ours]) <= self._near_tie
+        return super().__call__(chunks, logits)
+
+
+class Experiment:
+    """The runs of one A/B on one rank."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Prompt], base: DBOConfig, rounds: int, warmup: int, seed: int
+    ) -> None:
+        self.engine, self.mesh, self.base = engine, engine.mesh, base
+        self.rounds, self.warmup, self.seed = rounds, warmup, seed
+        self.prompts = prompts
+        check = Scheduler(engine.limits).check
+        for prompt in prompts:
+            if why := check(len(prompt.content)):
+                raise CommandError(f"prompt {prompt.id!r}: {why}", USAGE)
+
+    def run(self, arms: Sequence[Arm], options: ABOptions) -> ABReport:
+        """The gate, then all rounds. Collective; the report is complete on every rank."""
+        gate = self._gate(arms)
+        results = self._measure(arms)
+        return ABReport(
+            command=" ".join(["python -m launch", *sys.argv[1:]]),
+            workload=options.workload,
+            environment={**describe_environment(self.mesh.device), "ranks": str(self.mesh.world_size)},
+            options=shared_options(options),
+            arms={arm: self._summarise(arm, results[arm]) for arm in arms},
+            gate=gate,
+        )
+
+    def _requests(self, max_new_tokens: int | None = None) -> list[Request]:
+        """This rank's share of the prompts, as requests that always run to their full length."""
+        mine = self.prompts[self.mesh.rank :: self.mesh.world_size]
+        return [
+            Request(
+                id=prompt.id,
+                index=prompt.index,
+                prompt_ids=prompt.content,
+                params=SamplingParams(
+                    max_new_tokens=min(prompt.params.max_new_tokens, max_new_tokens or prompt.params.max_new_tokens),
+                    ignore_eos=True,
+                ),
+            )
+            for prompt in mine
+        ]
+
+    def _gate(self, arms: Sequence[Arm]) -> Gate:
+        """One run of each arm, compared row by row on every rank."""
+        dtype = self.engine.model.config.dtype
+        tolerance = TOLERANCE[dtype]
+        whole, requests = Watch(), self._requests(GATE_TOKENS)
+        self.engine.run(requests, arm_config("whole", self.base), sampler=whole)
+        tokens = {request.id: list(request.output_ids) for request in requests}
+        seen: dict[Arm, Comparison] = {}
+        for arm in arms:
+            if arm != "whole":
+                seen[arm] = Comparison(whole, tokens, NEAR_TIE * tolerance / TOLERANCE[torch.float32])
+                self.engine.run(self._requests(GATE_TOKENS), arm_config(arm, self.base), sampler=seen[arm])
+        overlap = seen["overlap"]
+        split = seen.get("split", overlap)
+        mine = {
+            "bitwise": split.digests == overlap.digests,
+            "difference": overlap.difference,
+            "tokens": overlap.tokens_equal,
+        }
+        everyone = self._gather("gate", mine)
+        differences = [float(other["difference"]) for other in everyone]
+        return Gate(
+            split_equals_overlap=all(other["bitwise"] for other in everyone),
+            max_relative_difference=max(differences, key=lambda d: float("inf") if d != d else d),
+            tolerance=tolerance,
+            tokens_equal=all(other["tokens"] for other in everyone),
+        )
+
+    def _measure(self, arms: Sequence[Arm]) -> dict[Arm, list[RunResult]]:
+        results: dict[Arm, list[RunResult]] = {arm: [] for arm in arms}
+        with tqdm(
+            total=(self.warmup + self.rounds) * len(arms), unit="run", disable=self.mesh.rank != 0, file=sys.stderr
+        ) as bar:
+            for number in range(self.warmup + self.rounds):
+                order = list(arms)
+                random.Random(self.seed * 1_000_003 + number).shuffle(order)
+                for arm in order:
+                    bar.set_postfix_str(arm, refresh=False)
+                    result = self.engine.run(self._requests(), arm_config(arm, self.base))
+                    if number >= self.warmup:
+                        results[arm].append(result)
+                    bar.update()
+        return results
+
+    def _summarise(self, arm: Arm, runs: Sequence[RunResult]) -> ArmResult:
+        steps = runs[0].steps  # the same steps in every round
+        decode = [step for step in steps if step.phase == "decode"]
+        prefill = [step for step in steps if step.phase != "decode"]
+        return ArmResult(
+            name=arm,
+            rounds=tuple(_times(run) for run in runs),
+            prefill_steps=len(prefill),
+            decode_steps=len(decode),
+            split_prefill_steps=sum(step.num_ubatches > 1 for step in prefill),
+            split_decode_steps=sum(step.num_ubatches > 1 for step in decode),
+            num_tokens=sum(step.num_tokens_of_all for step in steps),
+            num_rows=sum(step.num_rows_of_all for step in steps),
+            new_tokens=sum(prompt.params.max_new_tokens for prompt in self.prompts),
+            reasons=Counter(step.reason for step in steps),
+        )
+
+    def _gather(self, name: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank says under `name`. Collective."""
+        self.mesh.store.set(f"ab/{name}/{self.mesh.rank}", json.dumps(value))
+        return [json.loads(read_shared(self.mesh, f"ab/{name}/{rank}")) for rank in range(self.mesh.world_size)]
+
+
+def _times(run: RunResult) -> RoundTimes:
+    decode = sum(step.wall_ms for step in run.steps if step.phase == "decode")
+    return RoundTimes(prefill=sum(step.wall_ms for step in run.steps) - decode, decode=decode)
