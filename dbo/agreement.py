@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dbo.config import DBOConfig
 from dbo.errors import AgreementError, StepTimeout
-from dbo.work import _done_within as done_within
+from dbo.work import done_within
 
 _WAIT_SLICE = timedelta(milliseconds=50)  # how late a failed peer is noticed; the end of the collective is seen at once
 
@@ -134,7 +134,7 @@ class BatchPlan:
             threshold = config.decode_token_threshold if kind == "decode" else config.prefill_token_threshold
             return f" ({self.num_tokens_per_rank[rank]} tokens, {kind} threshold {threshold})"
         if self.reason is Reason.LAST_UBATCH_EMPTY:
-            padded = _split_padding(self.votes, config)
+            padded = _padded_to_parts(self.votes, config)
             last = padded - padded // config.num_ubatches
             return f" (the last ubatch would start at token {last}; {_padding(self.num_tokens_per_rank, padded)})"
         if self.reason is Reason.GRAPH_MODE:
@@ -160,14 +160,32 @@ class Policy(Protocol):
 
 def decide(votes: Votes, config: DBOConfig, policy: Policy) -> BatchPlan:
     """The plan that follows from what all ranks voted. Pure."""
-    reason, rank = _objection(votes, config)
-    plan = _plan(votes, config, reason, rank)
-    if plan.should_ubatch and (objection := policy.approve(plan)) is not None:
-        return _plan(votes, config, objection, None)
-    return plan
+    padded = _padded_to_parts(votes, config)
+    reason, rank = _objection(votes, config, padded)
+    if reason is Reason.SPLIT:
+        plan = BatchPlan(
+            config=config,
+            votes=votes,
+            reason=reason,
+            reason_rank=None,
+            num_ubatches=config.num_ubatches,
+            num_tokens_padded=padded if config.cut == "tokens" else None,
+        )
+        objection = policy.approve(plan)
+        if objection is None:
+            return plan
+        reason = objection
+    return BatchPlan(
+        config=config,
+        votes=votes,
+        reason=reason,
+        reason_rank=rank,
+        num_ubatches=1,
+        num_tokens_padded=_largest(votes) if 0 not in votes["graph_mode"] else None,
+    )
 
 
-def _objection(votes: Votes, config: DBOConfig) -> tuple[Reason, int | None]:
+def _objection(votes: Votes, config: DBOConfig, padded: int) -> tuple[Reason, int | None]:
     """What speaks against a split before the policy is asked, and the first rank it comes from."""
     num_tokens, wants, can_cut = votes["num_tokens"], votes[WANTS], votes["can_cut"]
     if 0 not in votes["finished"]:
@@ -180,42 +198,22 @@ def _objection(votes: Votes, config: DBOConfig) -> tuple[Reason, int | None]:
         return Reason.IDLE_RANK, num_tokens.index(0)
     if 0 in wants:
         return Reason.BELOW_THRESHOLD, wants.index(0)
-    if config.cut != "tokens" and _runs_graph(votes):
+    if config.cut != "tokens" and 0 not in votes["graph_mode"]:
         return Reason.GRAPH_MODE, None
     if 0 in can_cut:
         return Reason.CANNOT_CUT, can_cut.index(0)
-    if config.cut == "tokens":
-        fewest, padded = min(num_tokens), _split_padding(votes, config)
-        if padded - padded // config.num_ubatches >= fewest:
-            return Reason.LAST_UBATCH_EMPTY, num_tokens.index(fewest)
+    fewest = min(num_tokens)
+    if config.cut == "tokens" and padded - padded // config.num_ubatches >= fewest:
+        return Reason.LAST_UBATCH_EMPTY, num_tokens.index(fewest)
     return Reason.SPLIT, None
 
 
-def _plan(votes: Votes, config: DBOConfig, reason: Reason, rank: int | None) -> BatchPlan:
-    padded = None
-    if reason is Reason.SPLIT and config.cut == "tokens":
-        padded = _split_padding(votes, config)
-    elif _runs_graph(votes):
-        padded = _largest(votes)
-    return BatchPlan(
-        config=config,
-        votes=votes,
-        reason=reason,
-        reason_rank=rank,
-        num_ubatches=config.num_ubatches if reason is Reason.SPLIT else 1,
-        num_tokens_padded=padded,
-    )
-
-
-def _runs_graph(votes: Votes) -> bool:
-    return 0 not in votes["graph_mode"]
-
-
 def _largest(votes: Votes) -> int:
-    return max(max(votes["num_tokens"]), max(votes["num_tokens_padded"]))
+    return max(*votes["num_tokens"], *votes["num_tokens_padded"])
 
 
-def _split_padding(votes: Votes, config: DBOConfig) -> int:
+def _padded_to_parts(votes: Votes, config: DBOConfig) -> int:
+    """The largest batch, padded so that it falls into equal, aligned parts."""
     multiple = config.part_multiple
     return -(-_largest(votes) // multiple) * multiple
 

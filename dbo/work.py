@@ -87,7 +87,7 @@ class Comm:
         context = current_ubatch()
         if context is not None:
             context.end_compute()
-        while not _done_within(work, _WAIT_SLICE):
+        while not done_within(work, _WAIT_SLICE):
             if self._check is not None:
                 self._check()
             if context is not None:
@@ -197,7 +197,7 @@ class Work(Generic[T]):
             torch.cuda.current_stream(self._comm.device).wait_event(cast(torch.cuda.Event, self._done))
 
 
-def _done_within(work: dist.Work, limit: timedelta) -> bool:
+def done_within(work: dist.Work, limit: timedelta) -> bool:
     """Wait for a gloo collective, at most `limit`. A wait that ran out of time leaves the collective as it was."""
     try:
         work.wait(limit)
