@@ -89,7 +89,11 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def named_shape(name: str) -> ModelConfig:
-    """The shape of a published model, for runs with random weights (`load_format="dummy"`)."""
+    """A shape for runs with random weights (`load_format="dummy"`): a published model's, or one made for study.
+
+    `tiny` runs anywhere in milliseconds. In `link` a core takes about as long to compute a layer as a 400 Mbit/s link
+    takes to carry its messages, in float32: the case in which overlap has most to gain.
+    """
     shapes = _shapes()
     _require(name in shapes, "shape", name, ", ".join(shapes))
     return shapes[name]
@@ -106,7 +110,34 @@ def _shapes() -> dict[str, ModelConfig]:
         "num_topk": 8,
         "eos_token_ids": (151645, 151643),
     }
+    study: dict[str, Any] = {
+        "family": "mixtral",
+        "vocab_size": 2048,
+        "max_position": 32768,
+        "num_experts": 8,
+        "num_topk": 2,
+    }
     return {
+        "tiny": ModelConfig(
+            **study,
+            hidden=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            expert_width=96,
+            dtype=torch.float32,
+        ),
+        "link": ModelConfig(
+            **study,
+            hidden=512,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=64,
+            expert_width=768,
+            dtype=torch.float32,
+        ),
         "qwen3-30b-a3b": ModelConfig(
             **qwen3, hidden=2048, num_layers=48, num_heads=32, expert_width=768, rope_theta=1e6, max_position=40960
         ),
