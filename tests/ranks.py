@@ -198,19 +198,22 @@ class RankContext:
         """A gloo group over all ranks. There is no default group: use `group.rank()`, `group.size()`."""
         return self.new_group("group")
 
-    def new_group(self, name: str, timeout_s: float = 60.0) -> Any:
+    def new_group(self, name: str) -> Any:
         """A further gloo group; every rank must ask for it under the same name."""
-        from datetime import timedelta
-
         import torch
         import torch.distributed as dist
 
-        store = dist.PrefixStore(name, self.store)
-        group = dist.ProcessGroup(store, self.rank, self.world_size)
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        return group
+        from dbo.groups import make_group
+
+        made = make_group(dist.PrefixStore(name, self.store), self.rank, self.world_size, torch.device("cpu"))
+        self._cleanup.callback(made.abort)  # dropping it would wait for what the case abandoned
+        return made.group
+
+    def mesh(self, **options: Any) -> Any:
+        """A `launch.mesh.Mesh` of this case, on the CPU; the case closes it."""
+        from launch.mesh import Mesh
+
+        return Mesh.start(device="cpu", prefix=self.case, **options)
 
 
 @dataclass(frozen=True)

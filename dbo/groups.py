@@ -1,0 +1,97 @@
+"""Process groups that stand alone and can be abandoned: made without a default group, ended while work is outstanding.
+
+A file of its own because this is all that the runtime knows about how torch builds a group. `torch.distributed`'s
+functions take such a group (`group=`), except those that look up the default group: use `group.rank()`, `group.size()`.
+
+Why `abort` exists: dropping a gloo group waits for its outstanding collectives, which wait for ranks that will never
+come, up to the collective's own time limit; gloo's `abort()` and `shutdown()` do not change that (torch 2.13). Closed
+connections do: every outstanding collective then fails at once, here and on the other side, and the group can be
+dropped in a millisecond without leaving a thread or a descriptor. NCCL's communicators have an abort of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import Store
+
+COLLECTIVE_LIMIT_S = 600.0  # beyond any step: failures are found by `Peers`, not by a collective that waits
+CONNECT_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortableGroup:
+    """A process group, and how to end it. `abort` never blocks, may be called from any thread and more than once."""
+
+    group: dist.ProcessGroup
+    abort: Callable[[], None]
+
+
+def make_group(store: Store, rank: int, world_size: int, device: torch.device) -> AbortableGroup:
+    """A group over all ranks: gloo for a CPU device, NCCL for a CUDA device. Blocks until every rank is connected.
+
+    `store` must be fresh (a prefix that no group used before) and the same on every rank. Raises what torch raises
+    when a rank does not come within `CONNECT_LIMIT_S`.
+    """
+    if device.type == "cuda":
+        return _make_nccl(store, rank, world_size, device)
+    return _make_gloo(store, rank, world_size)
+
+
+def _make_gloo(store: Store, rank: int, world_size: int) -> AbortableGroup:
+    before = _open_descriptors()
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=CONNECT_LIMIT_S))
+    connections = _connections(_open_descriptors() - before)
+    gloo._set_default_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return AbortableGroup(group=group, abort=lambda: _shut_down(connections))
+
+
+def _make_nccl(store: Store, rank: int, world_size: int, device: torch.device) -> AbortableGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_LIMIT_S)
+    nccl = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    nccl.eager_connect_single_device(device)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    return AbortableGroup(group=group, abort=nccl.abort)
+
+
+def _open_descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/dev/fd")}
+
+
+def _connections(descriptors: set[int]) -> list[tuple[int, int]]:
+    """Those that are connected TCP sockets, as (descriptor, inode). The listening socket must be left alone."""
+    found = []
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            info = os.fstat(descriptor)
+            if stat.S_ISSOCK(info.st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                        duplicate.getpeername()
+                        found.append((descriptor, info.st_ino))
+    return found
+
+
+def _shut_down(connections: list[tuple[int, int]]) -> None:
+    for descriptor, inode in connections:
+        with contextlib.suppress(OSError):
+            duplicate = os.dup(descriptor)  # first: the number may be closed, and used again, at any moment
+            if os.fstat(duplicate).st_ino != inode:
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
