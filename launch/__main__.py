@@ -51,7 +51,11 @@ main = cli.LazyGroup(
     help="Mixture-of-experts inference with dual-batch overlap. Start `generate` and `ab` under torchrun.",
     params=[
         click.Option(
-            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
             help="Print the version and leave.",
         )
     ],

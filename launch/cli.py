@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -37,7 +37,13 @@ class CommandError(DBOError):
         self.exit_code = exit_code
 
 
-class _Parsed(click.ParamType):
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # generic since click 8.2 only
+
+
+class _Parsed(_ParamType):
     """A click type around a `parse` function of `launch.config`."""
 
     def __init__(self, parse: Callable[[str], Any], name: str):
@@ -71,9 +77,7 @@ def _parameter(options: type[config.Options], name: str, spec: config.OptionSpec
     )
 
 
-def command(
-    name: str, options: type[OptionsT], run: Callable[[OptionsT], int], *, help: str
-) -> click.Command:
+def command(name: str, options: type[OptionsT], run: Callable[[OptionsT], int], *, help: str) -> click.Command:
     """A click command that builds `options` from its arguments (and `--config FILE`) and returns `run(options)`."""
 
     def use_file(ctx: click.Context, _: click.Parameter, file: str | None) -> None:

@@ -119,8 +119,9 @@ class EngineOptions(Options):
         4 * 2**30, "Memory for the KV cache of a rank, at most.", check=at_least(1), parse=parse_bytes, metavar="SIZE"
     )
     seed: int = option(0, "Seed of sampling and of dummy weights.", check=at_least(0))
-    step_timeout: float = option(60.0, "Seconds after which a step that waits is given up; 0 waits for ever.",
-                                 check=at_least(0))
+    step_timeout: float = option(
+        60.0, "Seconds after which a step that waits is given up; 0 waits for ever.", check=at_least(0)
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe messages shown.")
     json: bool = option(False, "Print a summary as one JSON object on standard output.")
 

@@ -215,9 +215,7 @@ class Engine:
     `clock` must be the one whose `check` the model's all2all calls while it waits.
     """
 
-    def __init__(
-        self, mesh: Mesh, model: Model, all2all: All2All, kv: KVCache, limits: Limits, clock: StepClock
-    ):
+    def __init__(self, mesh: Mesh, model: Model, all2all: All2All, kv: KVCache, limits: Limits, clock: StepClock):
         self.mesh, self.model, self.all2all, self.kv = mesh, model, all2all, kv
         self.limits, self.clock = limits, clock
         self._inputs = Inputs(limits, mesh.device, clock.check)

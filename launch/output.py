@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from launch.scheduler import Request
 from launch.text import TextCodec, cut_at_stop
@@ -30,7 +30,7 @@ _POLL_S = 0.01
 def answer_row(request: Request, codec: TextCodec | None, rank: int, started_s: float) -> Row:
     """The row of a request that has ended; times count from `started_s` on the engine's clock."""
     num_gaps = len(request.output_ids) - 1
-    row = {
+    row: dict[str, Any] = {
         "id": request.id,
         "text": cut_at_stop(codec.decode(request.output_ids), request.params.stop) if codec else None,
         "token_ids": request.output_ids,
@@ -77,7 +77,7 @@ def read_rows(file: Path) -> dict[str, Row]:
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Replace `file` in one step by `rows`."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(b"".join(map(_line, rows)))
+    temporary.write_text("".join(map(_line, rows)))
     os.replace(temporary, file)
 
 
@@ -85,19 +85,19 @@ def append_row(file: Path, row: Row) -> None:
     """Add one row with one write, so that rows of several processes do not mix."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, _line(row))
+        os.write(descriptor, _line(row).encode())
     finally:
         os.close(descriptor)
 
 
-def _line(row: Row) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 class RowPoster:
     """The sending end, on every rank but 0."""
 
-    def __init__(self, store: dist.Store, rank: int):
+    def __init__(self, store: Store, rank: int):
         self.rows: list[Row] = []
         self._store, self._rank = store, rank
 
@@ -120,7 +120,7 @@ class RowPoster:
 class RowCollector:
     """The receiving end, on rank 0: `file` holds every row that was added or collected, at any time."""
 
-    def __init__(self, store: dist.Store, world_size: int, file: Path, on_row: Callable[[Row], None]):
+    def __init__(self, store: Store, world_size: int, file: Path, on_row: Callable[[Row], None]):
         self._store, self._file, self._on_row = store, file, on_row
         self._announced = [0] * world_size
         self._taken = [0] * world_size

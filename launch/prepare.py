@@ -24,7 +24,7 @@ from launch.text import StopStrings, TextCodec
 from launch.workload import Prompt, read_prompts
 from moe.config import ModelConfig
 
-_PIECE = 4 * 2**20  # bytes in one value of the store, which takes 8 MiB at most
+_PIECE = 2**20  # characters in one value of the store, which takes 8 MiB at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,13 @@ def _open_output(options: GenerateOptions) -> list[str]:
 def share_text(mesh: Mesh, name: str, text: str) -> str:
     """The text of rank 0, on every rank. Collective."""
     if mesh.rank == 0:
-        data = text.encode()
-        pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         for number, piece in enumerate(pieces):
             mesh.store.set(f"{name}/{number}", piece)
         mesh.store.set(f"{name}/count", str(len(pieces)))
         return text
     count = int(read_shared(mesh, f"{name}/count"))
-    return b"".join(read_shared(mesh, f"{name}/{number}") for number in range(count)).decode()
+    return "".join(read_shared(mesh, f"{name}/{number}").decode() for number in range(count))
 
 
 def _default_params(options: GenerateOptions) -> SamplingParams:

@@ -56,9 +56,9 @@ def together(mesh: Mesh, stage: str, action: Callable[[], T]) -> T:
     mesh.store.set(f"stage/{stage}/{mesh.rank}", outcome)
     failed = [(rank, text) for rank in range(mesh.world_size) if (text := _outcome(mesh, stage, rank))]
     if failed:
-        rank, text = failed[0]
-        code, _, line = text.partition(" ")
-        raise CommandError(line if len(failed) == mesh.world_size else f"rank {rank}: {line}", int(code))
+        rank, first = failed[0]
+        exit_code, _, line = first.partition(" ")
+        raise CommandError(line if len(failed) == mesh.world_size else f"rank {rank}: {line}", int(exit_code))
     return result  # type: ignore[return-value]
 
 
@@ -115,7 +115,10 @@ def resolve(options: EngineOptions, model: ModelConfig) -> Resolved:
     num_blocks = min(options.kv_cache_memory // block_bytes - 1, wanted)  # the cache has one block more, for padding
     if num_blocks < 1:
         raise ConfigError(
-            "--kv-cache-memory", options.kv_cache_memory, f"at least {2 * block_bytes} bytes, two blocks of this model", ""
+            "--kv-cache-memory",
+            options.kv_cache_memory,
+            f"at least {2 * block_bytes} bytes, two blocks of this model",
+            "",
         )
     limits = Limits(
         max_num_tokens=options.max_num_tokens,

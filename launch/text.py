@@ -51,8 +51,10 @@ class TextCodec:
         if self.chat_template is None:
             raise ValueError("the model has no chat template; give a prompt instead of messages")
         try:
-            text = _environment().from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.special_tokens
+            text = (
+                _environment()
+                .from_string(self.chat_template)
+                .render(messages=messages, add_generation_prompt=True, **self.special_tokens)
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None

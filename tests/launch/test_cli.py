@@ -73,7 +73,15 @@ def test_a_missing_required_option_is_named(run):
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_a_file_gives_the_same_options_and_the_command_line_wins(run, seen, tmp_path, suffix):
-    values = {"model": "m", "prompts": "p", "output": "o", "max-num-tokens": 99, "top_p": 0.5, "resume": True, "seed": 4}
+    values = {
+        "model": "m",
+        "prompts": "p",
+        "output": "o",
+        "max-num-tokens": 99,
+        "top_p": 0.5,
+        "resume": True,
+        "seed": 4,
+    }
     file = tmp_path / f"options{suffix}"
     toml = "\n".join(f"{k} = {json.dumps(v)}" for k, v in values.items())
     file.write_text(toml if suffix == ".toml" else json.dumps(values))

@@ -78,7 +78,8 @@ def test_logprobs_are_the_models_own():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"stop": ("",)}]
+    "wrong",
+    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"stop": ("",)}],
 )
 def test_wrong_parameters_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

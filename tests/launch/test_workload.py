@@ -25,11 +25,22 @@ def test_all_kinds_and_fields():
          "temperature": 0},
     )  # fmt: skip
     assert not bad
-    assert [(p.id, p.index, p.kind) for p in prompts] == [("a", 0, "prompt"), ("3", 1, "messages"), ("7", 2, "token_ids")]
+    assert [(p.id, p.index, p.kind) for p in prompts] == [
+        ("a", 0, "prompt"),
+        ("3", 1, "messages"),
+        ("7", 2, "token_ids"),
+    ]
     a, b, c = (p.params for p in prompts)
     assert a == SamplingParams(max_new_tokens=9, temperature=0.5, seed=request_seed(3, "a"))
     assert (b.stop, b.seed, b.max_new_tokens) == (("end",), 8, 1)
-    assert (c.stop, c.stop_token_ids, c.ignore_eos, c.top_k, c.top_p, c.temperature) == (("u", "v"), (5,), True, 3, 0.5, 0)
+    assert (c.stop, c.stop_token_ids, c.ignore_eos, c.top_k, c.top_p, c.temperature) == (
+        ("u", "v"),
+        (5,),
+        True,
+        3,
+        0.5,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
