@@ -116,16 +116,14 @@ class BatchPlan:
 
     def explain(self) -> str:
         """One line for people: the decision, the rank that caused it, and the counts behind it."""
-        tokens = f"tokens per rank {', '.join(map(str, self.num_tokens_per_rank))}"
-        if self.should_ubatch:
-            return f"split in {self.num_ubatches} by {self.config.cut}; {tokens}{self._padding_cost()}"
         rank = "" if self.reason_rank is None else f" on rank {self.reason_rank}"
-        return f"no split: {self.reason}{rank}{self._detail()}; {tokens}{self._padding_cost()}"
-
-    def _padding_cost(self) -> str:
-        return (
-            "" if self.num_tokens_padded is None else f"; {_padding(self.num_tokens_per_rank, self.num_tokens_padded)}"
-        )
+        said = f"no split: {self.reason}{rank}{self._detail()}"
+        if self.should_ubatch:
+            said = f"split in {self.num_ubatches} by {self.config.cut}"
+        counts = f"tokens per rank {', '.join(map(str, self.num_tokens_per_rank))}"
+        if self.num_tokens_padded is not None:
+            counts += f"; {_padding(self.num_tokens_per_rank, self.num_tokens_padded)}"
+        return f"{said}; {counts}"
 
     def _detail(self) -> str:
         config, rank = self.config, self.reason_rank
@@ -305,11 +303,11 @@ class Agreement:
 
     def summary(self) -> str:
         """How often each reason held and on which ranks, most frequent first: for the end of a run."""
-        lines = []
+        counts = []
         for reason, count in self.reasons.most_common():
-            ranks = [f"rank {r}: {n}" for (why, r), n in sorted(self.reason_ranks.items()) if why is reason]
-            lines.append(f"{reason}: {count}" + (f" ({', '.join(ranks)})" if ranks else ""))
-        return f"{self._policy.describe()}; steps: " + (", ".join(lines) or "none")
+            ranks = [f"rank {rank}: {n}" for (why, rank), n in sorted(self.reason_ranks.items()) if why is reason]
+            counts.append(f"{reason}: {count}" + (f" ({', '.join(ranks)})" if ranks else ""))
+        return f"{self._policy.describe()}; steps: {', '.join(counts) or 'none'}"
 
     def _finish(self, number: int, work: dist.Work | None) -> BatchPlan:
         if self._pending != number:

@@ -28,8 +28,8 @@ class SMPartition:
 
     comm_sms: for the all2all; 0 = nothing is set apart. total_sms: what the device has. multiple_of: what the backend's
     counts must divide by (DeepEP: 2). set_comm_sms, set_compute_sms: called with `comm_sms` and `total_sms - comm_sms`;
-    each returns what it replaced. Not reusable while entered; raises `ConfigError` on creation, `DBOError` on entry when
-    another thread holds a partition.
+    each returns what it replaced. Can be entered again, not twice at once. Raises `ConfigError` on creation, `DBOError`
+    on entry when another thread holds a partition.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class Tracer:
         self._raw.append((ubatch, layer, label, lane, start, end))
 
     def spans(self) -> list[Span]:
-        """Return all spans since `clear()`, sorted by start. On CUDA this waits for the device."""
+        """Return all spans so far, sorted by start. On CUDA this waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         found = [
@@ -69,10 +69,12 @@ class Tracer:
         ]
         return sorted(found, key=lambda span: (span.t0, span.t1))
 
-    def clear(self) -> None:
-        """Forget everything, the origin of time included."""
+    def take(self) -> list[Span]:
+        """Return `spans()` and forget them, the origin of time included."""
+        spans = self.spans()
         self._raw.clear()
         self._origin = None
+        return spans
 
     def _us(self, mark: Any) -> float:
         if self._device.type == "cuda":

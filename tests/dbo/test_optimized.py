@@ -1,4 +1,4 @@
-"""The protocol keeps its promises with `python -O`, where every `assert` is gone: nothing user-facing may rest on one."""
+"""The protocol keeps its promises under `python -O`, where every `assert` is gone."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import pytest
 
 from dbo.errors import ConfigError, DBOError
 from dbo.sm_partition import SMPartition
+from tests.dbo.toy import Boom
 
 
 class Setting:
@@ -20,13 +21,18 @@ class Setting:
         return before
 
 
+def fail(partition: SMPartition, settings: tuple[Setting, Setting]) -> None:
+    with partition:
+        assert tuple(setting.value for setting in settings) == (20, 112)
+        raise Boom
+
+
 def test_sets_and_restores_also_after_an_error() -> None:
     comm, compute = Setting(24), Setting(None)
     partition = SMPartition(comm_sms=20, total_sms=132, set_comm_sms=comm, set_compute_sms=compute)
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), partition:
-            assert (comm.value, compute.value) == (20, 112)
-            raise ZeroDivisionError
+        with pytest.raises(Boom):
+            fail(partition, (comm, compute))
         assert (comm.value, compute.value) == (24, None)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -65,8 +66,6 @@ def test_a_result_of_none_is_a_result() -> None:
 
 
 def test_closures_live_until_the_wait_and_no_longer() -> None:
-    import weakref
-
     x = torch.ones(3)
     alive = weakref.ref(x)
     work = Comm(CPU).start(lambda ready, x=x: lambda: x.sum().item(), label="x")
@@ -108,8 +107,7 @@ def test_order_of_ready_launch_and_turns(driver: Any, order: Any) -> None:
         runner.run(fn, [0, 1], interleave=False)
     first = ["compute{}", "ready{}"] + ["launch{}"] * (order == "early")
     second = ["launch{}"] * (order == "late") + ["shared{}", "finish{}"]
-    told = [[line.format(k) for line in part] for part in (first, second) for k in (0, 1)]
-    assert overlap == sum(told, [])
+    assert overlap == [line.format(k) for part in (first, second) for k in (0, 1) for line in part]
     assert log == [line.format(k) for k in (0, 1) for line in first + second]
 
 
@@ -130,15 +128,18 @@ def test_a_failed_peer_ends_the_wait(driver: Any) -> None:
         if time.monotonic() > failed_at:
             raise PeerFailed(3, "host", "out of memory")
 
-    comm = Comm(CPU, check=check)
-    start = time.monotonic()
-    failed_at = start + 0.1
-    with pytest.raises(PeerFailed, match="rank 3 on host failed: out of memory"):
+    def wait() -> None:
+        comm = Comm(CPU, check=check)
         if driver is None:
             comm.wait_host(StuckWork())  # type: ignore[arg-type]
         else:
             with UBatchRunner(2, device=CPU, driver=driver) as runner:
-                runner.run(lambda x: comm.wait_host(x), [StuckWork()] * 2)  # type: ignore[list-item]
+                runner.run(comm.wait_host, [StuckWork()] * 2)  # type: ignore[list-item]
+
+    start = time.monotonic()
+    failed_at = start + 0.1
+    with pytest.raises(PeerFailed, match="rank 3 on host failed: out of memory"):
+        wait()
     assert time.monotonic() - start < 1
 
 
@@ -194,13 +195,13 @@ def _round_trip(comm: Comm, x: torch.Tensor) -> torch.Tensor:
     sent = x + 1
     received = torch.empty_like(sent)  # before start(), on the compute stream, as late order asks for
 
-    def launch(ready: Any) -> Finish[torch.Tensor]:
+    def launch(ready: Any, sent: torch.Tensor = sent, received: torch.Tensor = received) -> Finish[torch.Tensor]:
         torch.cuda._sleep(20_000)
         received.copy_(sent)
         return lambda: received.clone()
 
     work = comm.start(launch, label="dispatch")
-    del sent, received
+    del sent, received, launch
     torch.full_like(x, float("nan"))  # would land in a block that was freed too early
     work.pass_turn()
     torch.full_like(x, float("nan"))
