@@ -57,7 +57,7 @@ class DBOConfig:
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            raise ConfigError(name, getattr(self, name), allowed, _REMEDY.get(name, "choose an allowed value"))
+            raise ConfigError(name, getattr(self, name), allowed, _REMEDY.get(name, ""))
 
     @property
     def part_multiple(self) -> int:

@@ -81,15 +81,17 @@ def make_slices(plan: BatchPlan, query_lens: IntArray, *, seq_lens: IntArray | N
     [num_requests], on the host: length of each request's KV cache after this step; used by `cut="balanced"` alone,
     where None means that nothing was computed before. Raises `ValueError` if the lengths do not fit the plan.
     """
-    num_tokens = int(query_lens.sum())
     if len(query_lens) and query_lens.min() < 1:
         raise ValueError(f"query_lens must be positive, found {query_lens.min()}")
-    if num_tokens > (plan.num_tokens_padded or num_tokens):
-        raise ValueError(f"{num_tokens} tokens in the batch, but the plan pads to {plan.num_tokens_padded}")
     ends = np.cumsum(query_lens)
+    num_tokens = _total(ends)
     row_per_token = plan.uniform_decode and plan.num_tokens_padded is not None and num_tokens == len(query_lens)
     bounds = _bounds(plan, query_lens, seq_lens, num_tokens)
     return [_slice(plan, k, start, stop, ends, row_per_token) for k, (start, stop) in enumerate(pairwise(bounds))]
+
+
+def _total(ends: IntArray) -> int:
+    return int(ends[-1]) if len(ends) else 0
 
 
 def tokens_per_rank_of_ubatch(plan: BatchPlan, index: int) -> tuple[int, ...] | None:
@@ -105,6 +107,8 @@ def tokens_per_rank_of_ubatch(plan: BatchPlan, index: int) -> tuple[int, ...] | 
 def _bounds(plan: BatchPlan, query_lens: IntArray, seq_lens: IntArray | None, num_tokens: int) -> list[int]:
     """First token of each ubatch, and the end of the padded batch."""
     end = num_tokens if plan.num_tokens_padded is None else plan.num_tokens_padded
+    if end < num_tokens:
+        raise ValueError(f"{num_tokens} tokens in the batch, but the plan pads to {end}")
     if not plan.should_ubatch:
         return [0, end]
     if plan.config.cut == "tokens":
@@ -118,7 +122,7 @@ def _bounds(plan: BatchPlan, query_lens: IntArray, seq_lens: IntArray | None, nu
 def _own_cut(query_lens: IntArray, config: DBOConfig, seq_lens: IntArray | None) -> list[int] | None:
     """Tokens at which this rank cuts, or None if a ubatch would be empty. For cuts that ranks make on their own."""
     ends = np.cumsum(query_lens)
-    num_tokens = int(ends[-1]) if len(ends) else 0
+    num_tokens = _total(ends)
     shares = np.arange(1, config.num_ubatches) / config.num_ubatches
     if config.cut == "requests":
         possible = ends[:-1][ends[:-1] % config.cut_alignment == 0]
@@ -147,7 +151,7 @@ def _nearest(possible: IntArray, ideal: npt.NDArray[Any]) -> list[int] | None:
 
 def _slice(plan: BatchPlan, index: int, start: int, stop: int, ends: IntArray, row_per_token: bool) -> UBatchSlice:
     """Ubatch `index` with padded tokens [start, stop) of requests that end at `ends`."""
-    num_tokens = int(ends[-1]) if len(ends) else 0
+    num_tokens = _total(ends)
     true_start, true_stop = min(start, num_tokens), min(stop, num_tokens)
     tokens_padded = slice(start, stop)
     if true_start == true_stop:
