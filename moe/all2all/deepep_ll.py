@@ -64,15 +64,16 @@ class DeepEPLowLatency:
         if group is None or device.type != "cuda":
             raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
         self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
-        self._fp8, self._max_tokens, self._hidden = fp8, max_tokens_per_rank, config.hidden
+        self._fp8, self._hidden = fp8, config.hidden
+        self._max_tokens = -(-max_tokens_per_rank // 4) * 4  # DeepEP's unit of rows
         self._wire_hidden = self._check(config)
         deep_ep = import_deep_ep()
-        depth = max(2 * (max_tokens_per_rank + 1), int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")))
+        depth = max(2 * (self._max_tokens + 1), int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")))
         os.environ["NVSHMEM_QP_DEPTH"] = str(depth)  # read by DeepEP as it starts NVSHMEM
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
         self._buffer = deep_ep.Buffer(
             group,
-            num_rdma_bytes=hint(max_tokens_per_rank, self._wire_hidden, self.ep_size, self.num_experts),
+            num_rdma_bytes=hint(self._max_tokens, self._wire_hidden, self.ep_size, self.num_experts),
             low_latency_mode=True,
             num_qps_per_rank=self.num_experts // self.ep_size,
             explicitly_destroy=True,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_BLOCKS = 256
+_MAX_BLOCKS = 512
 _CHUNK = 64
 
 
@@ -99,8 +99,8 @@ def _place_kernel(
     experts = tl.arange(0, E)
     before = tl.zeros([E], tl.int32)
     sizes = tl.zeros([E], tl.int32)
-    for first_block in range(0, num_blocks, 32):
-        blocks = first_block + tl.arange(0, 32)
+    for first_block in range(0, num_blocks, 128):
+        blocks = first_block + tl.arange(0, 128)
         mask = (blocks[:, None] < num_blocks) & (experts[None, :] < NUM_EXPERTS)
         of_blocks = tl.load(counts + blocks[:, None] * NUM_EXPERTS + experts[None, :], mask=mask, other=0)
         sizes += tl.sum(of_blocks, 0)

@@ -18,7 +18,6 @@ def _rope_kernel(
     k_gain,
     cos,
     sin,
-    positions,
     slots,
     k_cache,
     v_cache,
@@ -33,7 +32,6 @@ def _rope_kernel(
     NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
     slot = tl.load(slots + token)
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, HALF_BLOCK)
@@ -47,7 +45,7 @@ def _rope_kernel(
         gain = tl.where(is_key, k_gain + dims[None, :], q_gain + dims[None, :])
         low = low * scale * tl.load(gain, mask=inside, other=0.0).to(tl.float32)
         high = high * scale * tl.load(gain + HALF, mask=inside, other=0.0).to(tl.float32)
-    angle = position * HALF + dims
+    angle = token * HALF + dims
     c = tl.load(cos + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     new_low = (low * c - high * s).to(qkv.dtype.element_ty)
@@ -72,7 +70,6 @@ def rotate_and_cache(
     k_gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor,
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -81,11 +78,11 @@ def rotate_and_cache(
     num_kv_heads: int,
     eps: float,
 ) -> None:
-    """Norm (where gains are given) and rotate the query and key heads of qkv in place; write keys and values to their cache slots.
+    """Norm (where gains are given) and rotate the query and key heads of qkv in place; keys and values go to the cache.
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values; cos, sin [max_position,
-    head_dim // 2] float32; positions, slots [T] int64, slot -1 = no write; k_cache, v_cache [num_slots, num_kv_heads, head_dim]
-    contiguous in any shape that flattens so. Dimensions i and i + head_dim // 2 turn together.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values, rows strided; cos,
+    sin [T, head_dim // 2] of each token's position; slots [T] int64, -1 = no write; k_cache, v_cache [num_slots,
+    num_kv_heads, head_dim] contiguous. Dimensions i and i + head_dim // 2 turn together.
     """
     num_tokens = qkv.shape[0]
     if not num_tokens:
@@ -98,7 +95,6 @@ def rotate_and_cache(
         k_gain if norm else cos,
         cos,
         sin,
-        positions,
         slots,
         k_cache,
         v_cache,

@@ -63,7 +63,7 @@ def test_rotate_and_cache(heads, kv_heads, head_dim, norm, device, dtype):
         expected.append(torch.cat([low * cos - high * sin, high * cos + low * sin], -1))
 
     rotate_and_cache(
-        qkv, *gains, angles.cos(), angles.sin(), positions, slots, k_cache, v_cache,
+        qkv, *gains, angles[positions].cos(), angles[positions].sin(), slots, k_cache, v_cache,
         num_heads=heads, num_kv_heads=kv_heads, eps=1e-6,
     )  # fmt: skip
     got_q, got_k, got_v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
