@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from moe.upcycle import DTYPES, UpcycleError, UpcycleOptions, upcycle
+from moe.dense import UpcycleError
+from moe.upcycle import DTYPES, UpcycleOptions, upcycle
 
 
 @click.command("upcycle")

@@ -5,7 +5,7 @@ the chosen experts to one, so with `noise=0` the mixture computes exactly what t
 router says: a real language model with real routing to test and demonstrate expert parallelism on. With
 `noise > 0` the experts differ (the idea is sparse upcycling, Komatsuzaki et al., arXiv:2212.05055).
 
-The file stands alone: nothing at run time needs it, and it needs nothing of the runtime but its errors.
+The file stands alone: nothing at run time needs it. Reading the source is `moe.dense`.
 
 Invariants:
 - one tensor is in memory at a time, plus its float32 copy when noise is added;
@@ -23,57 +23,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from dbo.errors import ConfigError, DBOError
+from dbo.errors import ConfigError
+from moe.dense import DenseConfig, DenseSource, UpcycleError, open_source, read_json, source_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _RECORD = "upcycle.json"  # marks a directory as ours and says what it was made from
 _FORMAT = 1  # raise it when the same options start to give another result
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-_HF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # What transformers assumes where a config.json of the family is silent; Mixtral's own defaults differ.
-    "llama": {"max_position_embeddings": 2048, "sliding_window": None},
-    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
-}
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_REFUSED = {
-    "mixtral": "it already is a mixture of experts",
-    "qwen2_moe": "it already is a mixture of experts",
-    "qwen3_moe": "it already is a mixture of experts",
-    "deepseek_v3": "it already is a mixture of experts",
-    "qwen2": "its attention projections have biases",
-    "qwen3": "its attention normalises queries and keys",
-    "gemma": "its norms add one to their weights and its embeddings are scaled",
-    "gemma2": "it has norms after attention and MLP, and soft-capped logits",
-    "gemma3_text": "it has norms after attention and MLP, and alternating attention",
-    "phi": "its attention and MLP run in parallel",
-    "phi3": "its query, key, value and gate, up projections are fused",
-    "olmo2": "its norms follow attention and MLP",
-    "granite": "it scales embeddings, residuals and logits",
-    "smollm3": "some of its layers have no rotary embedding",
-    "cohere": "its attention and MLP run in parallel",
-    "starcoder2": "its MLP is not gated",
-    "gpt2": "it has learned positions and its MLP is not gated",
-}
-
-
-class UpcycleError(DBOError):
-    """The source cannot be upcycled, or the output cannot be written; the message says which and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,210 +82,6 @@ class UpcycleResult:
     up_to_date: bool
     num_bytes: int
     num_shards: int
-
-
-class DenseSource(Protocol):
-    """A dense checkpoint whose tensors have the names of transformers' LlamaForCausalLM."""
-
-    location: Path
-    """The directory or file, for messages."""
-    config: Mapping[str, Any]
-    """Keys as in a LLaMA config.json."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, without reading one."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor, shaped as `shapes` says; GGUF blocks become float32."""
-
-    def dtype(self) -> torch.dtype:
-        """What `--dtype auto` means for this source."""
-
-    def save_tokenizer(self, out: Path) -> None:
-        """Write the tokenizer, the chat template and the generation defaults, as far as the source has them."""
-
-
-class SafetensorsSource:
-    """A directory as `save_pretrained` writes it: config.json and one or many safetensors files."""
-
-    def __init__(self, directory: Path, weights: Sequence[Path]) -> None:
-        self.location = directory
-        self.config: Mapping[str, Any] = _read_json(directory / "config.json")
-        self._where: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in weights:
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    self._where[name] = path
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, from the files' headers."""
-        return self._shapes
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor as it is stored."""
-        with _opened(self._where[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the embedding is stored."""
-        dtype = self.tensor("model.embed_tokens.weight").dtype
-        if dtype not in _SAFETENSORS_NAMES:
-            raise UpcycleError(f"{self.location}: weights are {dtype}; choose one of --dtype {', '.join(DTYPES)}")
-        return dtype
-
-    def save_tokenizer(self, out: Path) -> None:
-        """Copy the files that are there."""
-        for name in _TOKENIZER_FILES:
-            if (self.location / name).is_file():
-                shutil.copyfile(self.location / name, out / name)
-
-
-class GGUFSource:
-    """One GGUF file of architecture `llama`, read through the `gguf` package.
-
-    Tensors are dequantised one by one and metadata is read directly: transformers' own loader builds the whole model
-    in memory. It translates the tokenizer, which is more than names.
-    """
-
-    _LAYER: Mapping[str, str] = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    _TOP: Mapping[str, str] = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import gguf
-        except ImportError:
-            raise UpcycleError(f"{path}: reading GGUF needs `pip install 'dbo-moe[demo]'`") from None
-        try:
-            reader = gguf.GGUFReader(path)
-        except (ValueError, OSError, IndexError) as error:
-            raise UpcycleError(f"{path}: not a readable GGUF file ({error})") from None
-        self.location = path
-        self._dequantize: Callable[..., Any] = gguf.quants.dequantize
-        self._tensors = {self._hf_name(t.name): t for t in reader.tensors}
-        wanted = ("general.architecture", "llama.", "tokenizer.ggml.")
-        small = {k: f for k, f in reader.fields.items() if k.startswith(wanted) and len(f.data) == 1}
-        self.config: Mapping[str, Any] = self._hf_config({key: field.contents() for key, field in small.items()})
-
-    def _hf_name(self, name: str) -> str:
-        match name.split("."):
-            case ["blk", layer, part, "weight"] if part in self._LAYER:
-                return f"model.layers.{layer}.{self._LAYER[part]}.weight"
-        return self._TOP.get(name, name)
-
-    def _hf_config(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """The metadata in the words of a LLaMA config.json."""
-        family = meta.get("general.architecture")
-        if family != "llama" or meta.get("llama.expert_count", 0):
-            kind = f"{family}, a mixture of experts" if family == "llama" else family
-            raise UpcycleError(f"{self.location}: a GGUF of architecture {kind}; supported: dense llama")
-        if "rope_freqs.weight" in self._tensors or meta.get("llama.rope.scaling.type", "none") != "none":
-            raise UpcycleError(f"{self.location}: has scaled rotary frequencies; take the model's safetensors release")
-        try:
-            hidden, num_heads = meta["llama.embedding_length"], meta["llama.attention.head_count"]
-            head_dim = meta.get("llama.attention.key_length", hidden // num_heads)
-            if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
-                raise UpcycleError(f"{self.location}: rotates only a part of each head, Mixtral rotates all of it")
-            ends = (meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
-            return {
-                "model_type": "llama",
-                "vocab_size": self.shapes()["model.embed_tokens.weight"][0],
-                "hidden_size": hidden,
-                "intermediate_size": meta["llama.feed_forward_length"],
-                "num_hidden_layers": meta["llama.block_count"],
-                "num_attention_heads": num_heads,
-                "num_key_value_heads": meta.get("llama.attention.head_count_kv", num_heads),
-                "head_dim": head_dim,
-                "max_position_embeddings": meta["llama.context_length"],
-                "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
-                "rope_theta": meta.get("llama.rope.freq_base", 10000.0),
-                "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-                "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-                "eos_token_id": sorted({end for end in ends if end is not None}) or None,
-                "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-            }
-        except KeyError as error:
-            raise UpcycleError(f"{self.location}: {error.args[0]} is missing") from None
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor; GGUF lists the fastest dimension first."""
-        return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        """Dequantise one tensor to float32, rotary halves in transformers' order."""
-        stored = self._tensors[name]
-        weight = torch.tensor(self._dequantize(stored.data, stored.tensor_type), dtype=torch.float32)
-        if name.endswith("q_proj.weight"):
-            return _rotary_halves(weight, self.config["num_attention_heads"])
-        if name.endswith("k_proj.weight"):
-            return _rotary_halves(weight, self.config["num_key_value_heads"])
-        return weight
-
-    def dtype(self) -> torch.dtype:
-        """float32: dequantised values are not exact in less."""
-        return torch.float32
-
-    def save_tokenizer(self, out: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja from the metadata."""
-        try:
-            import transformers
-        except ImportError:
-            raise UpcycleError("the tokenizer of a GGUF needs `pip install 'dbo-moe[demo]'`") from None
-        with _quiet(transformers):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.location.parent, gguf_file=self.location.name)
-            tokenizer.save_pretrained(out)
-
-
-def source_files(path: Path) -> list[Path]:
-    """What a source consists of: config.json and its safetensors, or one GGUF file alone in its directory.
-
-    Raises:
-        UpcycleError: nothing usable is there.
-    """
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UpcycleError(f"{path}: expected a .gguf file or a directory")
-        return [path]
-    if not path.is_dir():
-        raise UpcycleError(f"{path}: no such file or directory")
-    if (path / "config.json").is_file():
-        weights = sorted(path.glob("model*.safetensors"))
-        if not weights:
-            raise UpcycleError(f"{path}: no model*.safetensors beside config.json")
-        return [path / "config.json", *weights]
-    found = sorted(path.glob("*.gguf"))
-    if not found:
-        raise UpcycleError(f"{path}: neither a config.json nor a .gguf file is there")
-    if len(found) > 1:
-        raise UpcycleError(f"{path}: several GGUF files; name one of {', '.join(f.name for f in found)}")
-    return found
-
-
-def open_source(files: Sequence[Path]) -> DenseSource:
-    """Open what `source_files` found; reads headers and configuration only.
-
-    Raises:
-        UpcycleError: a file is damaged, or its family is not one that can be upcycled.
-    """
-    source = GGUFSource(files[0]) if files[0].suffix == ".gguf" else SafetensorsSource(files[0].parent, files[1:])
-    _check_family(source.config, source.location)
-    return source
 
 
 def upcycle(
@@ -375,55 +133,15 @@ def upcycle(
 # --- configuration ---------------------------------------------------------------------------------------------
 
 
-def _check_family(config: Mapping[str, Any], path: Path) -> None:
-    """Only what a Mixtral layer can express: no biases, gated SiLU, plain pre-norms."""
-    family = str(config.get("model_type"))
-    if family not in _HF_DEFAULTS:
-        why = _REFUSED.get(family, "it is not a family that Mixtral's layers are known to express")
-        supported = " and ".join(_HF_DEFAULTS)
-        raise UpcycleError(f"{path}: model type {family!r} cannot be upcycled: {why} (supported: {supported})")
-    for key in _NEEDED:
-        if not isinstance(config.get(key), int):
-            raise UpcycleError(f"{path}: config.json has no {key}")
-    refusals = {
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "quantization_config": config.get("quantization_config") is not None,
-    }
-    for key, refused in refusals.items():
-        if refused:
-            raise UpcycleError(f"{path}: config.json has {key}={config[key]!r}, which Mixtral has no place for")
-
-
-def _mixtral_config(dense: Mapping[str, Any], options: UpcycleOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of the mixture: every value spelled out, rotary settings in the old and the new form."""
-    silent = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
-    known = {
-        **silent,
-        "num_key_value_heads": dense["num_attention_heads"],
-        **_HF_DEFAULTS[dense["model_type"]],
-        **dense,
-    }
-    copied = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "max_position_embeddings rms_norm_eps sliding_window tie_word_embeddings "
-        "bos_token_id eos_token_id pad_token_id"
-    )
-    scaling = dict(known.get("rope_parameters") or known.get("rope_scaling") or {})
-    theta = float(scaling.pop("rope_theta", None) or known.get("rope_theta") or 10000.0)
-    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaled = None if rope_type == "default" else {"rope_type": rope_type, **scaling}
+def _mixtral_config(dense: DenseConfig, options: UpcycleOptions, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of the mixture, rotary settings in the form of transformers 4 and in that of 5."""
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        **{key: known.get(key) for key in copied.split()},
-        "head_dim": known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"],
+        **asdict(dense),
         "hidden_act": "silu",
-        "rope_theta": theta,
-        "rope_scaling": scaled,
-        "rope_parameters": {"rope_theta": theta, **(scaled or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": dense.rope_theta, **(dense.rope_scaling or {"rope_type": "default"})},
         "num_local_experts": options.num_experts,
         "num_experts_per_tok": options.num_topk,
         "dtype": name,
@@ -449,16 +167,14 @@ _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtra
 
 
 def _plan(source: DenseSource, options: UpcycleOptions, dtype: torch.dtype) -> list[list[_Entry]]:
-    """All tensors in the order in which they are written, cut into shards; checks every source tensor."""
-    expected = _dense_shapes(source.config)
-    _check_tensors(source, expected)
+    """All tensors in the order in which they are written, cut into shards."""
     entries = []
 
     def add(name: str, shape: tuple[int, ...], origin: str | None, *, expert: bool = False) -> None:
         size = torch.Size(shape).numel() * dtype.itemsize
         entries.append(_Entry(name=name, shape=shape, num_bytes=size, source=origin, expert=expert))
 
-    for name, shape in expected.items():
+    for name, shape in source.config.shapes().items():
         prefix, mlp, projection = name.partition(".mlp.")
         if not mlp:
             add(name, shape, name)
@@ -485,47 +201,6 @@ def _cut(entries: Sequence[_Entry], max_bytes: int) -> list[list[_Entry]]:
     return shards
 
 
-def _dense_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a LLaMA-family model and its shape, [out, in] for projections."""
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // num_heads
-    default_kv_heads = _HF_DEFAULTS[config["model_type"]].get("num_key_value_heads", num_heads)
-    num_kv_heads = config.get("num_key_value_heads") or default_kv_heads
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (num_heads * head_dim, hidden),
-        "self_attn.k_proj": (num_kv_heads * head_dim, hidden),
-        "self_attn.v_proj": (num_kv_heads * head_dim, hidden),
-        "self_attn.o_proj": (hidden, num_heads * head_dim),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (width, hidden),
-        "mlp.up_proj": (width, hidden),
-        "mlp.down_proj": (hidden, width),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
-
-
-def _check_tensors(source: DenseSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """All of `expected` in its shape, and nothing that the mixture would silently lose."""
-    found = source.shapes()
-    for name, shape in expected.items():
-        if name not in found:
-            raise UpcycleError(f"{source.location}: tensor {name} is missing")
-        if found[name] != shape:
-            raise UpcycleError(f"{source.location}: tensor {name} has shape {found[name]}, config.json implies {shape}")
-    # A tied head may be stored too; some old files carry rotary tables that are computed anyway.
-    surplus = [n for n in found if n not in expected and n != "lm_head.weight" and "rotary_emb" not in n]
-    if surplus:
-        raise UpcycleError(f"{source.location}: Mixtral has no place for tensor {surplus[0]} ({len(surplus)} such)")
-
-
 # --- random parts ----------------------------------------------------------------------------------------------
 
 
@@ -545,12 +220,6 @@ def _perturbed(weight: Tensor, entry: _Entry, options: UpcycleOptions) -> Tensor
     weight = weight.float()
     rms = weight.square().mean().sqrt()
     return weight + options.noise * rms * _normal(entry.shape, options.seed, entry.name)
-
-
-def _rotary_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of q or k from llama.cpp's order (pairs interleaved) to transformers' (first halves, then second)."""
-    pairs = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, weight.shape[1])
-    return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -613,20 +282,6 @@ def _write_shard(
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped; damage is reported with the file's name."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise UpcycleError(f"{path}: no such file, though the index names it") from None
-    except Exception as error:  # safetensors raises its own Rust-side class for damaged files
-        if isinstance(error, DBOError):
-            raise
-        raise UpcycleError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-@contextlib.contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its place when the block ends well, and vanishes when it does not."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -661,7 +316,7 @@ def _fingerprint(files: Sequence[Path], options: UpcycleOptions) -> str:
 def _read_record(out: Path) -> dict[str, Any] | None:
     """What an earlier run noted in `out`, None if it is not a directory of ours."""
     try:
-        record = _read_json(out / _RECORD)
+        record = read_json(out / _RECORD)
     except UpcycleError:
         return None
     return record if {"fingerprint", "files"} <= record.keys() else None
@@ -671,30 +326,5 @@ def _sizes(directory: Path, names: Sequence[str] | Mapping[str, int]) -> dict[st
     return {name: (directory / name).stat().st_size for name in names if (directory / name).is_file()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UpcycleError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(value, dict):
-        raise UpcycleError(f"{path}: expected a JSON object")
-    return value
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without transformers' own bars and hints: this command has one bar."""
-    logging = transformers.utils.logging
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import moe.upcycle
 from dbo.errors import ConfigError
 from launch.upcycle_command import upcycle_command
-from moe.upcycle import SafetensorsSource, UpcycleError, UpcycleOptions, upcycle
+from moe.dense import GGUFSource, SafetensorsSource, UpcycleError
+from moe.upcycle import UpcycleOptions, upcycle
 
 SMALL = {
     "vocab_size": 96,
@@ -274,7 +275,7 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"intermediate_size": 47}, r"layers.0.mlp.gate_proj.weight has shape \(48, 32\).*\(47, 32\)"),
         ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "no place for tensor model.layers.1."),
-        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"hidden_size": None}, "config.json: hidden_size is missing"),
     ],
 )
 def test_sources_that_are_no_mixtral(dense: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -343,8 +344,8 @@ def test_command(dense: Path, tmp_path: Path) -> None:
 def save_gguf(dense: Path, path: Path) -> Path:
     """A dense checkpoint as llama.cpp's converter writes it: q and k in interleaved pairs, a byte-level vocabulary."""
     config = json.loads((dense / "config.json").read_text())
-    names = {hf: short for short, hf in moe.upcycle.GGUFSource._LAYER.items()}
-    top = {hf: short for short, hf in moe.upcycle.GGUFSource._TOP.items()}
+    names = {hf: short for short, hf in GGUFSource._LAYER.items()}
+    top = {hf: short for short, hf in GGUFSource._TOP.items()}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
