@@ -284,10 +284,9 @@ def _write_shard(
 @contextlib.contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its place when the block ends well, and vanishes when it does not."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         yield partial
         if out.is_dir():
             shutil.rmtree(out)
