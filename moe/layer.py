@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from moe.all2all.base import All2All
-from moe.experts import ExpertWeights, run_experts
+from moe.experts import ExpertWeights, make_experts
 from moe.router import Router
 
 
@@ -31,7 +31,7 @@ class MoELayer:
         all2all: All2All,
         shared: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.router, self.experts, self.all2all, self.shared = router, experts, all2all, shared
+        self.router, self.experts, self.all2all, self.shared = router, make_experts(experts), all2all, shared
 
     def __call__(self, x: Tensor, num_tokens: int | Tensor, num_tokens_per_rank: Sequence[int] | None = None) -> Tensor:
         """Run x [T, hidden], of which the first `num_tokens` rows are real; gives [T, hidden] without the
@@ -42,7 +42,7 @@ class MoELayer:
         """
         topk_weights, topk_idx = self.router(x, num_tokens)
         received = self.all2all.dispatch(x, topk_idx, topk_weights, num_tokens_per_rank).result()
-        returning = self.all2all.combine(run_experts(received, self.experts), received)
+        returning = self.all2all.combine(self.experts(received), received)
         if self.shared is None:
             return returning.result()
         returning.pass_turn()

@@ -25,7 +25,8 @@ class Router:
     def __call__(self, x: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
         """Route x [T, hidden]; gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64."""
         logits = F.linear(x.to(self.gate.dtype), self.gate)
-        return route(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
+        choose = _fused_route() if logits.is_cuda else route
+        return choose(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
 
 
 def route(logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
