@@ -160,7 +160,7 @@ class Generation:
         self.bar.update()
 
     def _end(self, result: RunResult) -> int:
-        """All ranks left the loop together, finished or interrupted: rank 0 completes the file, all get its exit code."""
+        """All ranks left the loop together: rank 0 completes the file, and all get its exit code."""
         if self.collector is None:
             return int(read_shared(self.mesh, "exit code"))
         self.collector.wait(self.mesh.peers.check)

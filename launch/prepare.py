@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dbo.errors import ConfigError
 from launch.cli import FAILED, CommandError
 from launch.config import GenerateOptions
 from launch.mesh import Mesh
@@ -77,14 +78,22 @@ def make_requests(
 
 
 def _prompts_text(prompts: str) -> str:
-    return sys.stdin.read() if prompts == "-" else Path(prompts).read_text()
+    try:
+        data = sys.stdin.buffer.read() if prompts == "-" else Path(prompts).read_bytes()
+    except OSError as error:
+        raise ConfigError("--prompts", prompts, "a file that can be read, or -", str(error.strerror)) from None
+    # Bytes that are no text become \xff, which is no JSON: the line is reported, the others run.
+    return data.decode("utf-8-sig", errors="backslashreplace")
 
 
 def _open_output(options: GenerateOptions) -> list[str]:
     """Make the output file what it is before the run: empty, or the complete rows it has. Returns their ids."""
     file = Path(options.output)
-    rows = read_rows(file) if options.resume else {}
-    write_rows(file, list(rows.values()))
+    try:
+        rows = read_rows(file) if options.resume else {}
+        write_rows(file, list(rows.values()))
+    except OSError as error:
+        raise ConfigError("--output", options.output, "a file that can be written", str(error.strerror)) from None
     return list(rows)
 
 

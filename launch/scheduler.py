@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def max_request_tokens(self) -> int:
-        """Longest prompt + answer: the context limit, or what the whole KV cache holds (the last token needs no place)."""
+        """Longest prompt + answer: the context limit, or what the whole KV cache holds and one token more."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
 
@@ -224,7 +224,7 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, chunks: list[Chunk]) -> None:
-        """Start waiting requests while tokens, places and blocks last; each takes the blocks of all it has to compute."""
+        """Start waiting requests while tokens, places and blocks last; each takes all the blocks of its prompt."""
         budget = self.limits.max_num_tokens - sum(chunk.num_tokens for chunk in chunks)
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]

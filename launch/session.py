@@ -166,7 +166,7 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
 
 
 def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[str]:
-    """What runs, for rank 0 to print: ranks, device, backends, effective against requested, and whether overlap can engage."""
+    """What runs, for rank 0 to print: ranks, backends, effective against requested, whether overlap can engage."""
     mesh, limits, dtype = engine.mesh, resolved.limits, str(resolved.model.dtype).removeprefix("torch.")
     effective = {
         "device": (options.device, mesh.device.type),
@@ -192,8 +192,8 @@ def _overlap_line(dbo: DBOConfig, world_size: int) -> str:
     if world_size == 1 and not dbo.allow_single_rank:
         return "overlap on, but cannot engage: one rank alone has nothing to hide (--allow-single-rank for study)"
     return (
-        f"overlap on: {dbo.num_ubatches} ubatches ({dbo.driver}) when every rank has {dbo.prefill_token_threshold} tokens "
-        f"of prefill or {dbo.decode_token_threshold} of decode"
+        f"overlap on: {dbo.num_ubatches} ubatches ({dbo.driver}) where every rank has "
+        f"{dbo.prefill_token_threshold} tokens of prefill or {dbo.decode_token_threshold} of decode"
     )
 
 

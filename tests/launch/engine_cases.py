@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dbo.agreement import BatchPlan
+from dbo.config import DBOConfig
 from launch.config import EngineOptions
-from launch.engine import Unobserved
+from launch.engine import Engine, Unobserved
 from launch.mesh import Mesh
 from launch.sampling import SamplingParams
 from launch.scheduler import Request
 from launch.session import load_engine, resolve
 from moe.config import read_config
+
+BASE = dict(prefill_token_threshold=2, decode_token_threshold=2)
 
 Prompts = Sequence[tuple[int, list[int]]]  # (index, token ids)
 
@@ -62,19 +65,24 @@ def run_arms(
     chosen = EngineOptions(model=directory, **{**OPTIONS, **(options or {})})
     resolved = resolve(chosen, read_config(directory))
     engine = load_engine(chosen, resolved, mesh, model=Path(directory))
-    reports = []
-    for arm in arms:
-        changes = dict(arm)
-        early_votes = changes.pop("early_votes", True)
-        recorder = Recorder()
-        requests = [_request(index, tokens, params or {}) for index, tokens in prompts]
-        result = engine.run(requests, replace(resolved.dbo, **changes), recorder, early_votes=early_votes)
-        assert all(r.finish_reason for r in requests)
-        steps = [asdict(step) for step in result.steps]
-        answers = {r.index: r.output_ids for r in requests}
-        reports.append(Report(answers, steps, recorder.plans, result.num_collectives, result.num_preemptions))
+    reports = [run_arm(engine, prompts, {**BASE, **arm}, params) for arm in arms]
     engine.close()
     return reports
+
+
+def run_arm(
+    engine: Engine, prompts: Prompts, arm: Mapping[str, Any], params: Mapping[str, Any] | None = None
+) -> Report:
+    """One run on this rank."""
+    changes = dict(arm)
+    early_votes = changes.pop("early_votes", True)
+    recorder = Recorder()
+    requests = [_request(index, tokens, params or {}) for index, tokens in prompts]
+    result = engine.run(requests, DBOConfig(**changes), recorder, early_votes=early_votes)
+    assert all(r.finish_reason for r in requests)
+    steps = [asdict(step) for step in result.steps]
+    answers = {r.index: r.output_ids for r in requests}
+    return Report(answers, steps, recorder.plans, result.num_collectives, result.num_preemptions)
 
 
 def _request(index: int, tokens: list[int], params: Mapping[str, Any]) -> Request:

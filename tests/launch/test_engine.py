@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
+from dbo.errors import StepTimeout
+from launch.config import EngineOptions
+from launch.engine import StepClock
 from launch.mesh import Mesh
-from tests.launch.engine_cases import Report, on_ranks, run_arms
+from launch.session import load_engine, resolve
+from moe.config import read_config
+from tests.launch.engine_cases import OPTIONS, Report, on_ranks, run_arm, run_arms
 
 ARMS = {
     "off": {"overlap": "off"},
@@ -125,10 +133,48 @@ def test_steps_tell_what_they_did(ranks, tiny_models):
     model = tiny_models("mixtral")
     reports = ranks(2).run(on_ranks, model.directory, spread(model.prompts, [6, 6]), [ARMS["on"]], timeout=60)
     steps = reports[0][0].steps
-    assert [s["phase"] for s in steps][0] == "prefill"
+    assert steps[0]["phase"] == "prefill"
     assert {s["phase"] for s in steps} == {"prefill", "mixed", "decode"}
     for step in steps:
         assert step["num_tokens"] <= step["num_tokens_padded"]
         assert (step["reason"] == "split") == (step["num_ubatches"] > 1)
         assert 0 <= step["agree_ms"] <= step["wall_ms"]
     assert [s["phase"] for s in steps] == [s["phase"] for s in reports[1][0].steps]
+
+
+def test_the_clock_bounds_every_wait_of_a_step():
+    clock = StepClock(lambda: None, 0.05, rank=3)
+    clock.check()
+    clock.start()
+    clock.check()
+    time.sleep(0.06)
+    with pytest.raises(StepTimeout, match=r"rank 3: .* 0\.05 s"):
+        clock.check()
+    clock.stop()
+    clock.check()
+    unlimited = StepClock(lambda: None, 0, rank=0)
+    unlimited.start()
+    unlimited.check()
+
+
+def wait_in_a_whole_step(ctx, directory):
+    """Rank 1 takes part in the agreement and then stays away from the step."""
+    with ctx.mesh() as mesh:
+        options = EngineOptions(model=directory, **{**OPTIONS, "step_timeout": 1.0})
+        engine = load_engine(options, resolve(options, read_config(directory)), mesh, model=Path(directory))
+        if mesh.rank == 1:
+            engine.forward = lambda *_: time.sleep(4)
+        started = time.monotonic()
+        try:
+            with mesh.peers.guard():
+                run_arm(engine, list(enumerate([[1, 2, 3]])), {"overlap": "off", "step_timeout_s": 1.0})
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+        return None
+
+
+def test_a_rank_that_stays_away_from_a_whole_step_is_not_waited_for(ranks, tiny_models):
+    (name, text, elapsed_s), _ = ranks(2).run(wait_in_a_whole_step, tiny_models("mixtral").directory)
+    assert name == "StepTimeout"
+    assert "more than 1 s" in text
+    assert elapsed_s < 4

@@ -5,20 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dbo.errors import ConfigError
 from launch.text import StopStrings, TextCodec, cut_at_stop
-
-
-def byte_level() -> Tokenizer:
-    """A tokenizer with one token a byte: every character beyond ASCII spans several."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return tokenizer
+from tests.launch.tiny import byte_level
 
 
 @pytest.fixture
@@ -61,7 +51,10 @@ def write_model(directory, **config) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
 
 
 @pytest.mark.parametrize("kind", ["string", "list", "file"])

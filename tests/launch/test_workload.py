@@ -17,13 +17,13 @@ def read(*lines):
 
 
 def test_all_kinds_and_fields():
+    fields = {"stop": ["u"], "stop_token_ids": [5], "ignore_eos": True, "top_k": 3, "top_p": 0.5, "temperature": 0}
     prompts, bad = read(
         {"id": "a", "prompt": "hi"},
         "",
         {"messages": [{"role": "user", "content": "x"}], "stop": "end", "seed": 8, "max_new_tokens": 1},
-        {"id": 7, "token_ids": [1, 2], "stop": ["u", "v"], "stop_token_ids": [5], "ignore_eos": True, "top_k": 3, "top_p": 0.5,
-         "temperature": 0},
-    )  # fmt: skip
+        {"id": 7, "token_ids": [1, 2], **fields},
+    )
     assert not bad
     assert [(p.id, p.index, p.kind) for p in prompts] == [
         ("a", 0, "prompt"),
@@ -33,14 +33,8 @@ def test_all_kinds_and_fields():
     a, b, c = (p.params for p in prompts)
     assert a == SamplingParams(max_new_tokens=9, temperature=0.5, seed=request_seed(3, "a"))
     assert (b.stop, b.seed, b.max_new_tokens) == (("end",), 8, 1)
-    assert (c.stop, c.stop_token_ids, c.ignore_eos, c.top_k, c.top_p, c.temperature) == (
-        ("u", "v"),
-        (5,),
-        True,
-        3,
-        0.5,
-        0,
-    )
+    values = {"stop": ("u",), "stop_token_ids": (5,)}
+    assert {name: getattr(c, name) for name in fields} == {**fields, **values}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIZES = dict(
-    vocab_size=96,
+    vocab_size=260,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=3,
@@ -34,6 +35,16 @@ def build(family: str) -> Any:
         **SIZES, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16, norm_topk_prob=True
     )
     return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def byte_level() -> Tokenizer:
+    """A tokenizer with one token a byte: every character beyond ASCII spans several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
