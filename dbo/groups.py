@@ -47,9 +47,9 @@ def make_group(store: Store, rank: int, world_size: int, device: torch.device) -
 
 
 def _make_gloo(store: Store, rank: int, world_size: int) -> AbortableGroup:
-    before = _open_descriptors()
+    before = _open_connections()
     gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=CONNECT_LIMIT_S))
-    connections = _connections(_open_descriptors() - before)
+    connections = _open_connections() - before
     gloo._set_default_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
     group = dist.ProcessGroup(store, rank, world_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -68,25 +68,24 @@ def _make_nccl(store: Store, rank: int, world_size: int, device: torch.device) -
     return AbortableGroup(group=group, abort=nccl.abort)
 
 
-def _open_descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/dev/fd")}
+def _open_connections() -> set[tuple[int, int]]:
+    """The connected TCP sockets of this process, as (descriptor, inode): numbers alone are used again.
 
-
-def _connections(descriptors: set[int]) -> list[tuple[int, int]]:
-    """Those that are connected TCP sockets, as (descriptor, inode). The listening socket must be left alone."""
-    found = []
-    for descriptor in descriptors:
+    Listening sockets are not among them, and must not be shut down.
+    """
+    found = set()
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             info = os.fstat(descriptor)
             if stat.S_ISSOCK(info.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as duplicate:
                     if duplicate.family in (socket.AF_INET, socket.AF_INET6):
                         duplicate.getpeername()
-                        found.append((descriptor, info.st_ino))
+                        found.add((descriptor, info.st_ino))
     return found
 
 
-def _shut_down(connections: list[tuple[int, int]]) -> None:
+def _shut_down(connections: set[tuple[int, int]]) -> None:
     for descriptor, inode in connections:
         with contextlib.suppress(OSError):
             duplicate = os.dup(descriptor)  # first: the number may be closed, and used again, at any moment
