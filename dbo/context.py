@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dbo.trace import Tracer
+from dbo.trace import Lane, Tracer
 
 
 class Turns(Protocol):
@@ -41,6 +41,7 @@ class UBatchContext:
     __slots__ = (
         "_comm_event",
         "_compute_event",
+        "_pass_turn",
         "_recv_hook",
         "_since",
         "_turns",
@@ -67,6 +68,7 @@ class UBatchContext:
         self.tracer = tracer
         self.comm_stream = comm_stream
         self._turns = turns
+        self._pass_turn = turns.pass_turn
         if comm_stream is not None:
             self._compute_event, self._comm_event = torch.cuda.Event(), torch.cuda.Event()
         self.reset(num_ubatches)
@@ -89,14 +91,15 @@ class UBatchContext:
 
     def yield_turn(self, label: str) -> None:
         """Pass the turn and return when it comes back; raises `UBatchCancelled` if the step failed meanwhile."""
-        self.label = label
         if self._recv_hook is not None:
             self.run_recv_hook()
         if self.tracer is None:
-            self._turns.pass_turn(self.index)
+            self.label = label
+            self._pass_turn(self.index)
         else:
             self.end_compute()
-            self._turns.pass_turn(self.index)
+            self.label = label
+            self._pass_turn(self.index)
             self.begin_compute()
 
     def check(self) -> None:
@@ -115,16 +118,25 @@ class UBatchContext:
         sibling.run_recv_hook()  # a second hook must not replace one that has not run
         sibling._recv_hook = hook
 
-    def begin_compute(self) -> None:
-        """Open a span on the compute lane."""
-        if self.tracer is not None:
-            self._since = self.tracer.stamp()
+    def begin_compute(self) -> Any:
+        """Open a span on the compute lane; returns its stamp."""
+        self._since = self.stamp()
+        return self._since
 
     def end_compute(self) -> None:
-        """Close the span on the compute lane; it carries the label of the yield point that it leads to."""
-        if self.tracer is not None and self._since is not None:
-            self.tracer.add(self.index, self.layer, self.label or "", "compute", self._since, self.tracer.stamp())
+        """Close the span on the compute lane; it carries the label of the yield point before it."""
+        if self._since is not None:
+            self.add_span(self.label or "start", "compute", self._since, self.stamp())
             self._since = None
+
+    def stamp(self) -> Any:
+        """Return a mark of now on the current stream, None without a tracer."""
+        return None if self.tracer is None else self.tracer.stamp()
+
+    def add_span(self, label: str, lane: Lane, start: Any, end: Any) -> None:
+        """Trace what this ubatch did between two stamps."""
+        if self.tracer is not None:
+            self.tracer.add(self.index, self.layer, label, lane, start, end)
 
 
 _current: ContextVar[UBatchContext | None] = ContextVar("dbo_current_ubatch", default=None)

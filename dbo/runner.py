@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from types import TracebackType
 from typing import Literal, TypeVar, cast
@@ -58,7 +57,7 @@ class Step:
         self.error: BaseException | None = None
         self.running = 0
         self.live: list[int] = []
-        self._driver = driver
+        self._switch = driver.switch
         self._contexts = contexts
         self._next: list[int] = []
         self._deadline = float("inf")
@@ -76,9 +75,9 @@ class Step:
         following = self._next[index]
         if following != index:
             self.running = following
-            self._driver.switch(index, following)
-        if self.error is not None:
-            raise UBatchCancelled
+            self._switch(index, following)
+        if self.error is not None or time.monotonic() > self._deadline:
+            self.check()
 
     def next_ubatch(self, index: int) -> UBatchContext:
         """See `Turns.next_ubatch`."""
@@ -122,7 +121,7 @@ class UBatchRunner:
 
     device: where the model runs. driver: "threads" (default) or "greenlet" (one OS thread, much cheaper turns, needs
     the package greenlet; a host-side wait then holds up every ubatch). rank: only named in messages. step_timeout_s:
-    limit of one step, 0 = none; with greenlets only host-side waits watch it. tracer: records who ran when.
+    limit of one step, 0 = none; with greenlets only yields and host-side waits watch it. tracer: records who ran when.
     """
 
     def __init__(
@@ -169,12 +168,12 @@ class UBatchRunner:
         self._refuse_if_not_idle()
         results: list[T | None] = [None] * num
         variables = [copy_context() for _ in range(num)]
-        state = self._caller_state()
+        state, foreign = self._caller_state(), self._driver.own_threads
 
         def body(k: int) -> int | None:
             try:
                 if step.error is None:
-                    with nullcontext() if state.exact() else state.applied():
+                    with state.applied() if foreign and not state.exact() else state:
                         results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k])
             except BaseException as error:
                 step.fail(error, f"rank {self._rank}, {contexts[k].position}")

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch._C import (
-    DispatchKey,
-    _dispatch_tls_is_dispatch_key_excluded,
     _get_function_stack_at,
+    _is_any_autocast_enabled,
     _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
@@ -33,16 +32,12 @@ Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchState:
-    """One thread's torch state. `stream` is None on the CPU.
-
-    Autocast is off while its dispatch key is excluded: asking for the key costs a third of asking autocast itself.
-    """
+    """One thread's torch state. `stream` is None on the CPU; `plain` means nothing is on but grad or inference mode."""
 
     grad: bool
     inference: bool
     autocast: Autocast
-    autocast_key: Any
-    autocast_off: bool
+    any_autocast: bool
     modes: tuple[Any, ...]
     num_modes: int
     plain: bool
@@ -54,18 +49,15 @@ class TorchState:
     def capture(cls, device: torch.device) -> TorchState:
         """Return the state of this thread, as far as it matters for `device`."""
         cuda = device.type == "cuda"
-        key = DispatchKey.AutocastCUDA if cuda else DispatchKey.AutocastCPU
-        autocast_off = _dispatch_tls_is_dispatch_key_excluded(key)
-        modes = _modes()
+        any_autocast, modes = _is_any_autocast_enabled(), _modes()
         return cls(
             grad=is_grad_enabled(),
             inference=is_inference_mode_enabled(),
             autocast=_autocast(device),
-            autocast_key=key,
-            autocast_off=autocast_off,
+            any_autocast=any_autocast,
             modes=modes,
             num_modes=len(modes),
-            plain=autocast_off and not modes and not cuda,
+            plain=not (any_autocast or modes or cuda),
             device=device,
             device_index=torch.cuda.current_device() if cuda else None,
             stream=torch.cuda.current_stream(device) if cuda else None,
@@ -79,7 +71,7 @@ class TorchState:
         return (
             is_grad_enabled() is self.grad
             and is_inference_mode_enabled() is self.inference
-            and _dispatch_tls_is_dispatch_key_excluded(self.autocast_key) is self.autocast_off
+            and _is_any_autocast_enabled() is self.any_autocast
             and _len_torch_function_stack() == self.num_modes
             and (self.plain or self._rest_in_force())
         )
@@ -90,7 +82,7 @@ class TorchState:
 
     def _rest_in_force(self) -> bool:
         return (
-            (self.autocast_off or _autocast(self.device) == self.autocast)
+            (not self.any_autocast or _autocast(self.device) == self.autocast)
             and (self.num_modes == 0 or _modes() == self.modes)
             and (self.stream is None or self._device_in_force())
         )
@@ -99,9 +91,21 @@ class TorchState:
         index, stream = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
         return index == self.device_index and stream == self.stream
 
+    def __enter__(self) -> None:
+        """For a thread that is in this state: whatever happens in the block, it is in this state afterwards."""
+
+    def __exit__(self, *_: object) -> None:
+        if not self.in_force():  # model code set something outright, or failed on the comm stream
+            torch.set_grad_enabled(self.grad)
+            _set_autocast(self.autocast)
+            _set_modes(self.modes)
+            if self.stream is not None:
+                torch.cuda.set_device(self.device_index)
+                torch.cuda.set_stream(self.stream)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put this thread into this state, and back."""
+        """For a thread in any state: put it into this one for the block, and back."""
         inference, autocast, modes = torch.is_inference_mode_enabled(), _autocast(self.device), _modes()
         with (
             nullcontext() if self.stream is None else torch.cuda.stream(self.stream),

@@ -23,7 +23,7 @@ LANES: tuple[Lane, Lane] = ("compute", "comm")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One stretch of one lane. A compute span carries the label of the yield point it leads to; `layer` may be None.
+    """One stretch of one lane. A compute span carries the label of the yield point before it; `layer` may be None.
 
     On the CPU a comm span ends when the host noticed that the message was complete: an upper bound.
     """

@@ -93,8 +93,7 @@ class Comm:
             if context is not None:
                 context.check()
         if context is not None and context.tracer is not None:
-            self._noticed = context.tracer.stamp()
-            context.begin_compute()
+            self._noticed = context.begin_compute()
 
     def _record_ready(self) -> Any:
         if self.stream is None:
@@ -114,17 +113,30 @@ class Comm:
 class Work(Generic[T]):
     """One collective of one ubatch. Made by `Comm.start`; used by the ubatch that made it."""
 
-    __slots__ = ("_comm", "_done", "_finish", "_launch", "_launched_at", "_ready", "_result", "_waited", "label")
+    __slots__ = (
+        "_comm",
+        "_done",
+        "_finish",
+        "_launch",
+        "_launched",
+        "_ready",
+        "_result",
+        "_traced",
+        "_waited",
+        "label",
+    )
 
     def __init__(self, comm: Comm, launch: Callable[[Any], Finish[T]], label: str) -> None:
+        context = current_ubatch()
         self.label = label
         self._comm = comm
         self._launch: Callable[[Any], Finish[T]] | None = launch
         self._finish: Finish[T] | None = None
         self._done: torch.cuda.Event | None = None
-        self._launched_at: Any = None
+        self._launched: Any = None
         self._result: T | None = None
         self._waited = False
+        self._traced = context if context is not None and context.tracer is not None else None
         self._ready = comm._record_ready()
         if comm.order == "early":
             self._start()
@@ -137,58 +149,54 @@ class Work(Generic[T]):
     def pass_turn(self) -> None:
         """Let the siblings run; in late order launch afterwards. Compute that follows still hides the message."""
         yield_turn(self.label)
-        if self._finish is None and not self._waited:
-            self._start()
+        self._start()
 
     def wait(self) -> T:
         """Order the compute stream after the collective (on gloo: block the host), and return its result, once made."""
         if not self._waited:
-            if self._finish is None:
-                self._start()
-            finish = cast(Finish[T], self._finish)
-            context = current_ubatch()
-            traced = context is not None and context.tracer is not None
-            if self._done is not None:
-                if context is not None and traced:
-                    context.end_compute()
-                self._comm._order_after(self._done, torch.cuda.current_stream(self._comm.device))
-                self._done = None
-                if context is not None and traced:
-                    context.begin_compute()
-            self._result = finish()
-            if context is not None and context.tracer is not None and self._launched_at is not None:
-                ended, self._comm._noticed = self._comm._noticed, None
-                self._trace(context.tracer.stamp() if ended is None else ended)
+            self._start()
+            self._order_compute()
+            self._result = cast(Finish[T], self._finish)()
+            if self._launched is not None:
+                self._end_span()
             self._waited = True
-            self._launch = self._finish = self._ready = None
+            self._launch = self._finish = self._ready = self._traced = None
         return cast(T, self._result)
 
     def _start(self) -> None:
-        comm, launch = self._comm, cast(Callable[[Any], Finish[T]], self._launch)
+        launch, comm = self._launch, self._comm
+        if launch is None or self._finish is not None:
+            return
         if comm.stream is None:
-            self._stamp_launch()
+            self._begin_span()
             self._finish = launch(self._ready)
             return
         with torch.cuda.stream(comm.stream):
-            comm.stream.wait_event(self._ready)
-            self._stamp_launch()
+            comm._order_after(self._ready, comm.stream)
+            self._begin_span()
             self._finish = launch(self._ready)
             self._done = comm._record(comm.stream)
-            context = current_ubatch()
-            if context is not None and context.tracer is not None:
-                self._trace(context.tracer.stamp())
-        comm._events.append(self._ready)
+            self._end_span()
 
-    def _stamp_launch(self) -> None:
-        context = current_ubatch()
-        if context is not None and context.tracer is not None:
-            self._launched_at = context.tracer.stamp()
+    def _order_compute(self) -> None:
+        if self._done is None:
+            return
+        if self._traced is not None:
+            self._traced.end_compute()
+        self._comm._order_after(self._done, torch.cuda.current_stream(self._comm.device))
+        self._done = None
+        if self._traced is not None:
+            self._traced.begin_compute()
 
-    def _trace(self, ended: Any) -> None:
-        context = current_ubatch()
-        if context is not None and context.tracer is not None:
-            context.tracer.add(context.index, context.layer, self.label, "comm", self._launched_at, ended)
-            self._launched_at = None
+    def _begin_span(self) -> None:
+        if self._traced is not None:
+            self._launched = self._traced.stamp()
+
+    def _end_span(self) -> None:
+        if self._traced is not None:
+            noticed, self._comm._noticed = self._comm._noticed, None
+            self._traced.add_span(self.label, "comm", self._launched, noticed or self._traced.stamp())
+            self._launched = None
 
     def __del__(self) -> None:
         # Cancelled between launch and wait: the tensors go back to the compute stream's allocator when this object is

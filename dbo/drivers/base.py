@@ -20,6 +20,9 @@ Body = Callable[[int], int | None]
 class Driver(Protocol):
     """Kept ubatch threads or greenlets, parked between steps."""
 
+    own_threads: bool
+    """Ubatches run in threads with a torch state of their own, which must be put into the caller's."""
+
     def run(self, body: Body, state: TorchState, timeout_s: float) -> bool:
         """Wake ubatch 0 and block until the last ubatch has ended; False when `timeout_s` (0 = no limit) ran out.
 

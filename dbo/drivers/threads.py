@@ -26,6 +26,8 @@ _POLL_S = 0.0005  # only after an interrupt or a time-out
 class ThreadDriver:
     """Ubatch k runs in thread k, always the same one: cuBLAS and cuDNN keep handles and plans for each thread."""
 
+    own_threads = True
+
     def __init__(self, num_ubatches: int) -> None:
         self._turns = [_taken_lock() for _ in range(num_ubatches)]
         self._done = _taken_lock()

@@ -260,6 +260,25 @@ def test_a_wait_that_never_ends_runs_into_the_step_limit(make: Callable[..., UBa
     assert_right(runner, 2)
 
 
+@both_drivers
+def test_compute_that_takes_too_long_is_stopped_at_its_next_yield(
+    make: Callable[..., UBatchRunner], driver: str
+) -> None:
+    def fn(k: int) -> None:
+        for n in range(1000):
+            note_layer(n)
+            time.sleep(0.01)
+            yield_turn("here")
+
+    runner = make(2, driver, step_timeout_s=0.1)
+    start = time.monotonic()
+    with pytest.raises(StepTimeout) as caught:
+        runner.run(fn, [0, 1])
+    assert time.monotonic() - start < 2
+    assert "last yield point 'here'" in str(caught.value) + "".join(caught.value.__notes__)
+    assert_right(runner, 2)
+
+
 def test_a_thread_that_does_not_come_back(make: Callable[..., UBatchRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller is told within the limit; the runner refuses work while the ubatch is out, and works afterwards."""
     monkeypatch.setattr("dbo.runner._UNWIND_S", 0.1)
@@ -408,6 +427,31 @@ def test_a_state_that_spans_a_yield_stays_in_its_ubatch(
         else:
             assert runner.run(fn, [0, 1, 2]) == [True] * 3
         assert _thread_local_state() == before
+
+
+@both_drivers
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_that_is_set_outright_ends_with_its_ubatch(
+    make: Callable[..., UBatchRunner], driver: str, fails: bool
+) -> None:
+    runner = make(2, driver)
+
+    def fn(k: int) -> bool:
+        seen = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        if fails and k == 1:
+            raise Boom
+        return seen
+
+    for _ in range(2):
+        if fails:
+            with pytest.raises(Boom):
+                runner.run(fn, [0, 1])
+        else:
+            assert runner.run(fn, [0, 1]) == [True, True]
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
 
 
 @both_drivers
