@@ -11,20 +11,20 @@ patiently() {  # runs a silent command, with a dot every two seconds as a sign o
     echo
     return "$status"
 }
-has() { python -c "import $1" 2>/dev/null; }
+has_torch() { "$1" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' 2>/dev/null; }
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..." >&2; exit 1; }
-if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! has torch; then
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! has_torch python; then
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         step "Creating .venv"
         # A torch that the machine's Python has (as in GPU images) stays in use.
-        "$python" -c 'import torch' 2>/dev/null && site=--system-site-packages
+        has_torch "$python" && site=--system-site-packages
         "$python" -m venv ${site:-} .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
     fi
     source .venv/bin/activate
 fi
-if ! has torch; then
+if ! has_torch python; then
     step "Installing PyTorch (TORCH_SPEC chooses which)"
     patiently python -m pip install --quiet --disable-pip-version-check ${TORCH_SPEC:-torch==2.13.0}
 fi
