@@ -154,16 +154,21 @@ def ratio_interval(ours: Sequence[float], bare: Sequence[float], resamples: int 
 def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
+        "host": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "nice": os.nice(0),
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": "python benchmarks/agreement.py " + " ".join(sys.argv[1:]),
+        "command": ("python benchmarks/agreement.py " + " ".join(sys.argv[1:])).strip(),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement.json")
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=4000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = {**environment(), "bounds": BOUNDS, "outside": measure_outside(8, 5000)}
