@@ -141,6 +141,9 @@ def run(group: click.Command, argv: Sequence[str] | None = None) -> int:
         return _refuse(_one_line(str(error)), USAGE)
     except CommandError as error:
         return _refuse(_one_line(str(error)), error.exit_code)
+    except DBOError as error:  # a rank that is gone, say: whoever is left says so
+        print(_one_line(str(error)), file=sys.stderr, flush=True)
+        return FAILED
     return code if isinstance(code, int) else 0
 
 

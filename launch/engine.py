@@ -162,8 +162,8 @@ class Inputs:
         """The batch of a step. The tokens of the step before must have been committed."""
         if self._copied is not None:
             wait_event(self._copied, self._check)  # the copies of the last step read the memory that is filled now
-        num_tokens = self._fill(schedule)
-        num_requests = len(schedule.chunks)
+        self._fill(schedule)
+        num_tokens, num_requests = schedule.num_tokens, len(schedule.chunks)
         width = max((len(chunk.blocks) for chunk in schedule.chunks), default=1)
         tokens = self._tokens.copy(slice(None), slice(num_tokens))
         tables = self._tables.copy(slice(num_requests), slice(width))
@@ -180,19 +180,17 @@ class Inputs:
             num_tokens_per_rank=plan.num_tokens_per_rank,
         )
 
-    def _fill(self, schedule: Schedule) -> int:
-        input_ids, positions, slots = self._tokens.host
-        start = 0
-        for chunk, table in zip(schedule.chunks, self._tables.host, strict=False):
-            rows = slice(start, start + chunk.num_tokens)
-            end = chunk.start + chunk.num_tokens
-            table[: len(chunk.blocks)] = chunk.blocks
-            at = np.arange(chunk.start, end)
-            input_ids[rows] = chunk.request.token_ids(chunk.start, end)
-            positions[rows] = at
-            slots[rows] = table[at // self._block_size] * self._block_size + at % self._block_size
-            start = rows.stop
-        return start
+    def _fill(self, schedule: Schedule) -> None:
+        chunks, query_lens, num_tokens = schedule.chunks, schedule.query_lens, schedule.num_tokens
+        for table, chunk in zip(self._tables.host, chunks, strict=False):
+            table[: len(chunk.blocks)] = np.frombuffer(chunk.blocks, dtype=np.int32)
+        starts = schedule.seq_lens - np.cumsum(query_lens)  # of a request, less the row of its first token
+        at = np.arange(num_tokens) + np.repeat(starts, query_lens)
+        blocks = self._tables.host[np.repeat(np.arange(len(chunks)), query_lens), at // self._block_size]
+        input_ids, positions, slots = self._tokens.host[:, :num_tokens]
+        input_ids[:] = [t for c in chunks for t in c.request.token_ids(c.start, c.start + c.num_tokens)]
+        positions[:] = at
+        slots[:] = blocks * np.int64(self._block_size) + at % self._block_size
 
 
 class _Mirror:

@@ -16,10 +16,12 @@ request alone always fits (`check` refuses those that would not).
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +75,7 @@ class Request:
     num_computed: int = 0
     num_sampled: int = 0
     max_sampled: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # only ever extended, or replaced
     num_preemptions: int = 0
 
     @property
@@ -105,15 +107,14 @@ class Request:
             self.finish_reason = "length"
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `start + num_tokens` of a request, computed in one step."""
 
     request: Request
     start: int
     num_tokens: int
     samples: bool  # reaches the last known token: its logits give the next one
-    blocks: tuple[int, ...]
+    blocks: array[int]  # int32; those of the request when it was scheduled, and maybe further ones behind them
 
     @property
     def is_decode(self) -> bool:
@@ -134,12 +135,12 @@ class Schedule:
         """Tokens computed in this step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
-    @property
+    @cached_property
     def query_lens(self) -> npt.NDArray[np.int32]:
         """[num_requests] tokens computed for each request."""
         return np.array([chunk.num_tokens for chunk in self.chunks], dtype=np.int32)
 
-    @property
+    @cached_property
     def seq_lens(self) -> npt.NDArray[np.int32]:
         """[num_requests] KV length of each request after the step."""
         return np.array([chunk.start + chunk.num_tokens for chunk in self.chunks], dtype=np.int32)
@@ -149,7 +150,7 @@ class Schedule:
         """Every request computes one token (also true when idle: an idle rank objects to nothing)."""
         return all(chunk.num_tokens == 1 for chunk in self.chunks)
 
-    @property
+    @cached_property
     def sampling(self) -> list[Chunk]:
         """The chunks that sample a token, in order."""
         return [chunk for chunk in self.chunks if chunk.samples]
@@ -237,7 +238,7 @@ class Scheduler:
     def _chunk(self, request: Request, num_tokens: int) -> Chunk:
         start = request.num_computed
         samples = start + num_tokens == request.num_tokens
-        return Chunk(request, start, num_tokens, samples, tuple(request.blocks))
+        return Chunk(request, start, num_tokens, samples, request.blocks)
 
     def _count(self, chunks: Sequence[Chunk]) -> set[Request]:
         """Count the chunks as computed; requests that sample their last token leave now. Returns those."""
@@ -256,7 +257,8 @@ class Scheduler:
         missing = -(-num_tokens // self.limits.block_size) - len(request.blocks)
         if missing > len(self.free_blocks):
             return False
-        request.blocks += [self.free_blocks.pop() for _ in range(missing)]
+        if missing > 0:
+            request.blocks.extend([self.free_blocks.pop() for _ in range(missing)])
         return True
 
     def _preempt_latest(self) -> Request:
@@ -273,4 +275,4 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         self.free_blocks += reversed(request.blocks)
-        request.blocks = []
+        request.blocks = array("i")
