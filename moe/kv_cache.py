@@ -53,6 +53,5 @@ class KVCache:
 
     def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] of layer `index` at `slots` [T] int64; -1 = nowhere."""
-        stored_keys, stored_values = self.layer(index)
-        stored_keys[slots] = keys
-        stored_values[slots] = values
+        for stored, new in zip(self.layer(index), (keys, values), strict=True):
+            stored[slots] = new

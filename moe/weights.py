@@ -220,7 +220,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 + length:
+            if size < 8 + max(length, 1):
                 raise WeightError(file, None, f"truncated: {size} bytes, its header alone needs {8 + length}")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)

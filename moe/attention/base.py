@@ -18,11 +18,15 @@ from moe.kv_cache import KVCache
 class AttentionPlan(Protocol):
     """Attention of one batch, with everything prepared that is the same in all layers."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Store keys and values, then let every query see the keys of its request up to itself.
+    def attend(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """All that happens between the two products of attention; gives [T, num_heads * head_dim].
 
-        q and out [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated; `out` is written in place,
-        with zeros in rows of padding. Does not block the host on a device.
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: query heads, key heads, value heads; may be overwritten.
+        Norms the query and key heads where the family does (weights [head_dim]), turns them by `Rotary.angles`, stores
+        keys and values, and lets every query see the keys of its request up to itself; zeros in rows of padding. Does
+        not block the host on a device.
         """
 
 

@@ -1,8 +1,8 @@
 """Attention over paged blocks with torch's own `scaled_dot_product_attention`, on any device.
 
-Requests with one new token are gathered into one call (or a few, of bounded memory); each of the others gets its own
-call. Grouped queries never repeat a key: the query heads of a group become query rows (one new token) or share their
-key head through a stride of zero.
+Requests with one new token are gathered into a few calls, each of similar lengths and bounded memory; each of the
+others gets its own call. Grouped queries never repeat a key: the query heads of a group become query rows (one new
+token) or share their key head through a stride of zero.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dbo.slices import IntArray
+from moe.attention.rotary import rotate
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.kv_cache import KVCache
@@ -28,8 +30,8 @@ class _Singles:
     """Requests with one new token each, padded to the longest."""
 
     rows: Tensor | slice  # [n] of the batch
-    slots: Tensor  # [n, length], of every key
-    mask: Tensor  # [n, 1, 1, length], added to the scores
+    blocks: Tensor  # [n, num_blocks]
+    mask: Tensor  # [n, 1, 1, num_blocks * block_size], added to the scores
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class _Chunk:
     """One request with several new tokens."""
 
     rows: slice
-    slots: Tensor | None  # [length]; None = all its keys are in this batch
+    blocks: Tensor | None  # [1, num_blocks]; None = all its keys are in this batch
+    length: int  # of keys
     mask: Tensor | None  # [num_rows, length] bool, True = sees; None = plainly causal
 
 
@@ -46,27 +49,45 @@ class TorchAttention:
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
         self._kv, self._batch, self._window = kv, batch, config.sliding_window
-        self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
+        self._num_kv_heads, self._head_dim, self._eps = config.num_kv_heads, config.head_dim, config.rms_norm_eps
         self._starts = np.cumsum(batch.query_lens) - batch.query_lens
         self._parts: list[_Singles | _Chunk] = [*self._plan_singles(), *self._plan_chunks()]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def attend(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """See `AttentionPlan.attend`."""
+        heads = qkv.unflatten(-1, (-1, self._head_dim))
+        if q_norm is None or k_norm is None:
+            turned = rotate(heads[:, : -self._num_kv_heads], angles)
+            q, k = turned[:, : -self._num_kv_heads], turned[:, -self._num_kv_heads :]
+        else:
+            q, k = heads[:, : -2 * self._num_kv_heads], heads[:, -2 * self._num_kv_heads : -self._num_kv_heads]
+            q, k = rotate(self._norm(q, q_norm), angles), rotate(self._norm(k, k_norm), angles)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._attend(layer, q, k, heads[:, -self._num_kv_heads :], out)
+        return out.flatten(1)
+
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(heads, weight.shape, weight, self._eps)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """q and out [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated."""
         self._kv.write(layer, self._batch.slot_mapping, k, v)
         out[self._batch.num_tokens :] = 0.0
-        keys, values = self._kv.layer(layer)
+        keys, values = (t.unflatten(0, (-1, self._kv.block_size)) for t in self._kv.layer(layer))
         for part in self._parts:
             if isinstance(part, _Singles):
-                out[part.rows] = self._attend_singles(part, q[part.rows], keys[part.slots], values[part.slots])
+                seen = (_gather(keys, part.blocks), _gather(values, part.blocks))
+                out[part.rows] = self._attend_singles(part, q[part.rows], *seen)
             else:
-                fresh = part.slots is None
-                self._attend_chunk(
-                    part,
-                    q[part.rows],
-                    k[part.rows] if fresh else keys[part.slots],
-                    v[part.rows] if fresh else values[part.slots],
-                    out[part.rows],
-                )
+                seen = (k[part.rows], v[part.rows])
+                if part.blocks is not None:
+                    seen = (
+                        _gather(keys, part.blocks)[0, : part.length],
+                        _gather(values, part.blocks)[0, : part.length],
+                    )
+                self._attend_chunk(part, q[part.rows], *seen, out[part.rows])
 
     def _attend_singles(self, part: _Singles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [n, num_heads, head_dim], keys and values [n, length, num_kv_heads, head_dim] -> like q."""
@@ -91,34 +112,32 @@ class TorchAttention:
 
     def _plan_singles(self) -> Iterator[_Singles]:
         requests = np.flatnonzero(self._batch.query_lens == 1)
+        requests = requests[np.argsort(self._batch.seq_lens[requests], kind="stable")]
         lens = self._batch.seq_lens[requests]
-        if len(requests) and lens.max() * len(requests) > MAX_GATHERED_SLOTS:
-            order = np.argsort(lens, kind="stable")
-            requests, lens = requests[order], lens[order]
-        for first, last in _bounded(lens):
+        for first, last in _groups(lens):
             yield self._singles(requests[first:last], lens[first:last])
 
-    def _singles(self, requests: npt.NDArray[np.intp], lens: npt.NDArray[np.int32]) -> _Singles:
+    def _singles(self, requests: npt.NDArray[np.intp], lens: IntArray) -> _Singles:
         device, starts = self._batch.input_ids.device, self._starts[requests]
-        slots = self._slots(torch.as_tensor(requests, device=device), int(lens.max()))
+        blocks = self._blocks(torch.as_tensor(requests, device=device), int(lens.max()))
         kv_len = torch.as_tensor(lens, device=device)[:, None]
-        position = torch.arange(slots.shape[1], device=device)
+        position = torch.arange(blocks.shape[1] * self._kv.block_size, device=device)
         hidden = position >= kv_len
         if self._window is not None:
             hidden |= position < kv_len - self._window
-        mask = torch.zeros(slots.shape, dtype=self._kv.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.dtype, device=device).masked_fill_(hidden, -torch.inf)
         contiguous = bool((np.diff(starts) == 1).all())
         rows = slice(int(starts[0]), int(starts[-1]) + 1) if contiguous else torch.as_tensor(starts, device=device)
-        return _Singles(rows, slots, mask[:, None, None])
+        return _Singles(rows, blocks, mask[:, None, None])
 
     def _plan_chunks(self) -> Iterator[_Chunk]:
         for request in np.flatnonzero(self._batch.query_lens > 1):
             num_new, length = int(self._batch.query_lens[request]), int(self._batch.seq_lens[request])
             start = int(self._starts[request])
-            slots = None if num_new == length else self._slots(torch.tensor([request]), length)[0]
+            blocks = None if num_new == length else self._blocks(torch.tensor([request]), length)
             windowed = self._window is not None and self._window < length
-            mask = self._chunk_mask(num_new, length) if windowed or slots is not None else None
-            yield _Chunk(slice(start, start + num_new), slots, mask)
+            mask = self._chunk_mask(num_new, length) if windowed or blocks is not None else None
+            yield _Chunk(slice(start, start + num_new), blocks, length, mask)
 
     def _chunk_mask(self, num_new: int, length: int) -> Tensor:
         """[num_new, length] bool: the last `num_new` of `length` tokens look back, within the window."""
@@ -127,19 +146,24 @@ class TorchAttention:
         seen = key <= query
         return seen if self._window is None else seen & (key > query - self._window)
 
-    def _slots(self, requests: Tensor, length: int) -> Tensor:
-        """KV slots of the first `length` tokens of some requests, [num_requests, length] int64."""
-        size = self._kv.block_size
-        blocks = self._batch.block_tables[requests.to(self._batch.block_tables.device), : -(-length // size)].long()
-        slots = blocks[:, :, None] * size + torch.arange(size, device=blocks.device)
-        return slots.flatten(1)[:, :length]
+    def _blocks(self, requests: Tensor, length: int) -> Tensor:
+        """The blocks that hold the first `length` tokens of some requests, [num_requests, num_blocks] int32."""
+        return self._batch.block_tables[requests, : -(-length // self._kv.block_size)]
 
 
-def _bounded(lens: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Ranges of requests whose padded lengths stay under MAX_GATHERED_SLOTS together, one request at least."""
+def _gather(stored: Tensor, blocks: Tensor) -> Tensor:
+    """stored [all blocks, block_size, heads, D], blocks [n, num_blocks] -> [n, num_blocks * block_size, heads, D]."""
+    return stored.index_select(0, blocks.flatten()).view(len(blocks), -1, *stored.shape[2:])
+
+
+def _groups(lens: IntArray) -> Iterator[tuple[int, int]]:
+    """Ranges of ascending lengths: within one the longest is at most twice the shortest, and padding stays bounded."""
     first = 0
     for last in range(1, len(lens) + 1):
-        full = last < len(lens) and int(lens[first : last + 1].max()) * (last + 1 - first) > MAX_GATHERED_SLOTS
-        if full or last == len(lens):
-            yield first, last
-            first = last
+        if last < len(lens):
+            length = int(lens[last])
+            fits = length <= 2 * lens[first] and length * (last + 1 - first) <= MAX_GATHERED_SLOTS
+            if fits:
+                continue
+        yield first, last
+        first = last

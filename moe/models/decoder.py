@@ -19,8 +19,8 @@ from torch import Tensor
 from dbo.context import note_layer
 from moe.all2all.base import All2All
 from moe.attention.base import AttentionBackend, AttentionPlan
-from moe.attention.rotary import Rotary, rotate
-from moe.attention.torch_sdpa import TorchAttention
+from moe.attention.choice import choose_attention
+from moe.attention.rotary import Rotary
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.experts import ExpertWeights
@@ -28,10 +28,12 @@ from moe.kv_cache import KVCache
 from moe.layer import MoELayer
 from moe.linear import Linear, make_linear
 from moe.models.family import Family
+from moe.norm import add_rms_norm
 from moe.router import Router
 from moe.weights import Param, Piece
 
 Params = dict[str, Tensor]
+Norm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # see `add_rms_norm`
 
 
 class Model:
@@ -43,14 +45,14 @@ class Model:
         params: Params,
         all2all: All2All,
         *,
-        attention: AttentionBackend = TorchAttention,
+        attention: AttentionBackend | None = None,
     ) -> None:
         """Take the tensors of `declare_params` out of `params`, so that a packed one is in memory once."""
         self.config = config
         self.embedding = params.pop("embedding")
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.layers = [_make_layer(config, _take(params, f"layers.{i}."), all2all, i) for i in range(config.num_layers)]
-        self._attention = attention
+        self._attention = attention or choose_attention(self.device, self.dtype)
         self._rotary = Rotary(config, self.device)
         self._final_norm = params.pop("final_norm")
         self._head = make_linear(self.embedding if config.tie_embeddings else params.pop("head"))
@@ -64,15 +66,16 @@ class Model:
         plan = self._attention(self.config, batch, kv)
         angles = self._rotary.angles(batch.positions, self.dtype)
         x = F.embedding(batch.input_ids, self.embedding)
+        residual = None
         for index, layer in enumerate(self.layers):
             note_layer(index)
-            x = layer(x, angles, plan, batch)
-        return x
+            x, residual = layer(x, residual, angles, plan, batch)
+        return x if residual is None else x + residual
 
     @torch.inference_mode()
     def compute_logits(self, rows: Tensor) -> Tensor:
         """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
-        return self._head(_norm(rows, self._final_norm, self.config)).float()
+        return self._head(add_rms_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[0]).float()
 
 
 @dataclass(kw_only=True)
@@ -80,21 +83,28 @@ class Layer:
     """One decoder layer."""
 
     attention: SelfAttention
-    attention_norm: Callable[[Tensor], Tensor]
+    attention_norm: Norm
     mlp: Callable[[Tensor, ForwardBatch], Tensor]
-    mlp_norm: Callable[[Tensor], Tensor]
+    mlp_norm: Norm
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [T, H]."""
-        x = x + self.attention(self.attention_norm(x), angles, plan)
-        return x + self.mlp(self.mlp_norm(x), batch)
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, H], what the part before gave, and the stream it is yet to be added to -> the same after this layer."""
+        normed, residual = self.attention_norm(x, residual)
+        normed, residual = self.mlp_norm(self.attention(normed, angles, plan), residual)
+        return self.mlp(normed, batch), residual
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
     """Grouped-query attention of one layer, with q/k norms if the family has them."""
 
-    config: ModelConfig
     index: int
     qkv: Linear  # H -> (Q + 2 K) D
     out: Linear  # Q D -> H
@@ -103,21 +113,7 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         """x [T, H], normed -> [T, H] without the residual."""
-        c = self.config
-        qkv = self.qkv(x).unflatten(-1, (-1, c.head_dim))
-        if self.q_norm is None or self.k_norm is None:
-            turned = rotate(qkv[:, : -c.num_kv_heads], angles)
-            q, k = turned[:, : c.num_heads], turned[:, c.num_heads :]
-        else:
-            q, k = qkv[:, : c.num_heads], qkv[:, c.num_heads : -c.num_kv_heads]
-            q, k = rotate(_norm(q, self.q_norm, c), angles), rotate(_norm(k, self.k_norm, c), angles)
-        seen = torch.empty_like(q, memory_format=torch.contiguous_format)
-        plan.attend(self.index, q, k, qkv[:, -c.num_kv_heads :], seen)
-        return self.out(seen.flatten(1))
-
-
-def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
+        return self.out(plan.attend(self.index, self.qkv(x), self.q_norm, self.k_norm, angles))
 
 
 def _take(params: Params, prefix: str) -> Params:
@@ -129,16 +125,15 @@ def _make_layer(config: ModelConfig, params: Params, all2all: All2All, index: in
     attention_norm, mlp_norm = params["attention_norm"], params["mlp_norm"]
     return Layer(
         attention=SelfAttention(
-            config=config,
             index=index,
             qkv=make_linear(params["qkv"], params.get("qkv_bias")),
             out=make_linear(params["out"], params.get("out_bias")),
             q_norm=params.get("q_norm"),
             k_norm=params.get("k_norm"),
         ),
-        attention_norm=lambda x: _norm(x, attention_norm, config),
+        attention_norm=lambda x, residual: add_rms_norm(x, residual, attention_norm, config.rms_norm_eps),
         mlp=_dense_mlp(params) if index in config.dense_layers else _moe_mlp(config, params, all2all),
-        mlp_norm=lambda x: _norm(x, mlp_norm, config),
+        mlp_norm=lambda x, residual: add_rms_norm(x, residual, mlp_norm, config.rms_norm_eps),
     )
 
 

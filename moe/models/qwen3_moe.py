@@ -9,7 +9,8 @@ from moe.models.family import Family
 def parse(raw: HFConfig) -> ModelConfig:
     """The ModelConfig of a Qwen3-MoE `config.json`."""
     num_layers, step = raw.integer("num_hidden_layers"), raw.integer("decoder_sparse_step", default=1)
-    dense = {i for i in range(num_layers) if (i + 1) % step} | set(raw.get("mlp_only_layers", default=[]))
+    listed = set(raw.get("mlp_only_layers", default=[]))
+    dense = {i for i in range(num_layers) if (i + 1) % step or i in listed}
     return ModelConfig(
         family="qwen3_moe",
         **raw.common(default_theta=1e4),
@@ -20,8 +21,8 @@ def parse(raw: HFConfig) -> ModelConfig:
         num_topk=raw.integer("num_experts_per_tok"),
         expert_width=raw.integer("moe_intermediate_size"),
         norm_topk_prob=bool(raw.get("norm_topk_prob", default=False)),
-        dense_layers=frozenset(dense & set(range(num_layers))),
-        dense_width=raw.integer("intermediate_size", default=0),
+        dense_layers=frozenset(dense),
+        dense_width=raw.integer("intermediate_size") if dense else 0,
         sliding_window=raw.get("sliding_window") if raw.get("use_sliding_window", default=False) else None,
     )
 
