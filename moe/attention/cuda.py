@@ -1,24 +1,27 @@
 """Attention on a GPU: one launch a layer for a batch of prompts or of decodes, a few for a mixture.
 
-Its own file beside `torch_sdpa.py`, which serves any device. Batches take one of these ways, chosen on the host from lengths it
-already has:
+Its own file beside `torch_sdpa.py`, which serves any device. A batch takes one of these ways, chosen on the host from
+lengths that it already has:
 
-    decodes (one new token each)           the paged kernel over block tables, lengths read on the device
-    whole prompts of one length            cuDNN, as a dense batch: nearly twice as fast as the next (its plans are made per
-                                           shape and thread, so only lengths that are multiples of 128 go there)
-    whole prompts of several lengths       torch's variable-length flash attention on the packed rows
-    the rest (chunks, continued prompts)   the same, over keys gathered from the cache
+    decodes (one new token each)         the paged kernel over block tables, lengths read on the device
+    whole prompts of one length          cuDNN, as a dense batch: nearly twice as fast as the next; its plans are made
+                                         per shape and thread, so only lengths that are multiples of 128 go there
+    whole prompts of several lengths     torch's variable-length flash attention on the packed rows
+    the rest (continued prompts)         the same, over keys gathered from the cache
 
-Invariants: leading decodes and the prompts after them are two parts, so a mixture costs two launches; nothing waits for the device.
+Invariants: leading decodes and the prompts after them are two parts, so a mixture costs two launches; nothing waits
+for the device; keys and values are in the cache before anything reads them there.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dbo.slices import IntArray
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.kernels.paged_decode import paged_decode
@@ -41,7 +44,9 @@ class CudaAttention:
         query_lens, seq_lens = batch.query_lens[:num_requests], batch.seq_lens[:num_requests]
         self._num_decodes = int((query_lens == 1).cumprod().sum())
         lengths = torch.from_numpy(
-            np.concatenate([seq_lens, _offsets(query_lens[self._num_decodes :]), _offsets(seq_lens[self._num_decodes :])])
+            np.concatenate(
+                [seq_lens, _offsets(query_lens[self._num_decodes :]), _offsets(seq_lens[self._num_decodes :])]
+            )
         )
         on_device = lengths.to(torch.int32).pin_memory().to(device, non_blocking=True)
         num_prompts = num_requests - self._num_decodes
@@ -77,8 +82,10 @@ class CudaAttention:
             parts.append(self._decode(heads[:start, : c.num_heads], keys, values))
         if end > start:
             q, k, v = heads[start:end].split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
-            parts.append(self._prefill(q, *((k, v) if self._slots is None else (keys[self._slots], values[self._slots]))))
-        if end < qkv.shape[0]:
+            parts.append(
+                self._prefill(q, *((k, v) if self._slots is None else (keys[self._slots], values[self._slots])))
+            )
+        if end < qkv.shape[0] or not parts:
             parts.append(qkv.new_zeros(qkv.shape[0] - end, c.num_heads, c.head_dim))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
@@ -99,7 +106,9 @@ class CudaAttention:
         if self._dense_length is not None:
             shape = (-1, self._dense_length)
             q, k, v = (t.unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+            return (
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+            )
         window = self._config.sliding_window
         result: Tensor = torch.ops.aten._flash_attention_forward(
             q,
@@ -117,7 +126,7 @@ class CudaAttention:
         )[0]
         return result
 
-    def _plan_prompts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+    def _plan_prompts(self, query_lens: IntArray, seq_lens: IntArray) -> None:
         self._longest_query, self._longest_keys = int(query_lens.max()), int(seq_lens.max())
         fresh = bool((query_lens == seq_lens).all())
         window = self._config.sliding_window
@@ -136,8 +145,9 @@ class CudaAttention:
         key = torch.arange(num_keys, dtype=torch.int32, device=self._key_ends.device)
         request = torch.searchsorted(self._key_ends[1:], key, right=True)
         position = key - self._key_ends[request]
-        block = self._batch.block_tables[request + self._num_decodes, position // size]
-        return block.long() * size + position % size
+        block = self._batch.block_tables[request + self._num_decodes, position // size].long()
+        slots: Tensor = block * size + position % size
+        return slots
 
     def _choose_splits(self, longest: int, device: torch.device) -> int:
         """Programs a request's keys are split over: enough to fill the device, none with little to do; a power of 2."""
@@ -146,5 +156,5 @@ class CudaAttention:
         return 1 << max(0, wanted.bit_length() - 1)
 
 
-def _offsets(lens: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lens)])
+def _offsets(lens: IntArray) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])

@@ -1,0 +1,20 @@
+"""RMS norm of a residual stream: add what the last part gave, then norm.
+
+Its own file because it has two forms: torch's two operations on any device, one launch on a GPU. Same bits either way
+on the sum, which is rounded to the stream's dtype before the norm sees it.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) * weight, x + residual) for x, residual [T, hidden]; residual None is zero."""
+    if x.is_cuda and x.is_contiguous():
+        from moe.kernels.norm import add_rms_norm as fused
+
+        return fused(x, residual, weight, eps)
+    total = x if residual is None else x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
