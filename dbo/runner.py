@@ -76,7 +76,7 @@ class Step:
         if following != index:
             self.running = following
             self._switch(index, following)
-        if self.error is not None or time.monotonic() > self._deadline:
+        if self.error is not None or time.monotonic() > self._deadline:  # cheaper than the call
             self.check()
 
     def next_ubatch(self, index: int) -> UBatchContext:
@@ -192,7 +192,6 @@ class UBatchRunner:
             self._busy = False
             if self._driver.settle(0):
                 step.error = None  # it holds the frames, and so the tensors, of the step
-            del body
 
     def report(self) -> str:
         """Say how far each ubatch of the current or last step got. For watchdogs: callable from any thread."""

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -64,7 +65,7 @@ class Comm:
         self.device = torch.device(device)
         self.order = order
         self.stream = torch.cuda.Stream(self.device) if own_stream and self.device.type == "cuda" else None
-        self._make_ready = make_ready
+        self._make_ready = make_ready or (lambda: None)
         self._check = check
         self._events: list[torch.cuda.Event] = []
         self._noticed: Any = None
@@ -95,11 +96,6 @@ class Comm:
         if context is not None and context.tracer is not None:
             self._noticed = context.begin_compute()
 
-    def _record_ready(self) -> Any:
-        if self.stream is None:
-            return None if self._make_ready is None else self._make_ready()
-        return self._record(torch.cuda.current_stream(self.device))
-
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(stream)
@@ -115,6 +111,7 @@ class Work(Generic[T]):
 
     __slots__ = (
         "_comm",
+        "_compute",
         "_done",
         "_finish",
         "_launch",
@@ -137,7 +134,8 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._waited = False
         self._traced = context if context is not None and context.tracer is not None else None
-        self._ready = comm._record_ready()
+        self._compute = None if comm.stream is None else torch.cuda.current_stream(comm.device)
+        self._ready: Any = comm._make_ready() if self._compute is None else comm._record(self._compute)
         if comm.order == "early":
             self._start()
 
@@ -179,11 +177,11 @@ class Work(Generic[T]):
             self._end_span()
 
     def _order_compute(self) -> None:
-        if self._done is None:
+        if self._done is None or self._compute is None:
             return
         if self._traced is not None:
             self._traced.end_compute()
-        self._comm._order_after(self._done, torch.cuda.current_stream(self._comm.device))
+        self._comm._order_after(self._done, self._compute)
         self._done = None
         if self._traced is not None:
             self._traced.begin_compute()
@@ -199,10 +197,12 @@ class Work(Generic[T]):
             self._launched = None
 
     def __del__(self) -> None:
-        # Cancelled between launch and wait: the tensors go back to the compute stream's allocator when this object is
-        # gone, so that stream must come after the message that still uses them.
-        if getattr(self, "_done", None) is not None:
-            torch.cuda.current_stream(self._comm.device).wait_event(cast(torch.cuda.Event, self._done))
+        # Cancelled between launch and wait: when this object is gone its tensors go back to the allocator, which gives
+        # them to later compute, so the compute stream must come after the message that still uses them.
+        done, compute = getattr(self, "_done", None), getattr(self, "_compute", None)
+        if done is not None and compute is not None:
+            with suppress(RuntimeError):  # after an aborted capture the event belongs to no stream
+                compute.wait_event(done)
 
 
 def done_within(work: dist.Work, limit: timedelta) -> bool:
