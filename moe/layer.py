@@ -34,8 +34,7 @@ class MoELayer:
         self.router, self.experts, self.all2all, self.shared = router, make_experts(experts), all2all, shared
 
     def __call__(self, x: Tensor, num_tokens: int | Tensor, num_tokens_per_rank: Sequence[int] | None = None) -> Tensor:
-        """Run x [T, hidden], of which the first `num_tokens` rows are real; gives [T, hidden] without the
-        residual.
+        """Run x [T, hidden], the first `num_tokens` rows real; gives [T, hidden], without the residual.
 
         `num_tokens_per_rank`: real rows of every rank in this ubatch where known (see `All2All.dispatch`). Two
         yield points. Padded rows of the result are undefined where there are shared experts, else 0.

@@ -25,13 +25,15 @@ class Router:
     def __call__(self, x: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
         """Route x [T, hidden]; gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64."""
         logits = F.linear(x.to(self.gate.dtype), self.gate)
-        choose = _fused_route() if logits.is_cuda else route
-        return choose(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
+        if logits.is_cuda:
+            from moe.kernels.topk import softmax_topk  # `route` in one launch
+
+            return softmax_topk(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
+        return route(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
 
 
 def route(logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in float32, then the `num_topk` largest, renormalised to sum 1 if
-    `norm_topk_prob`.
+    """Softmax over all experts in float32, then the `num_topk` largest; they sum to 1 if `norm_topk_prob`.
 
     logits [T, num_experts] of any float type; `num_tokens` an int, or a 0-d device tensor where a graph replays
     with other counts. Gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64, largest weight

@@ -33,8 +33,7 @@ def make_all2all(
     max_tokens_per_rank: int,
     check: Callable[[], None] | None = None,
 ) -> All2All:
-    """Make the backend `name` ("auto", a key of `BACKENDS`, or "module:Class" of your own) for the ranks of
-    `group`.
+    """Make the backend `name` for the ranks of `group`: "auto", a key of `BACKENDS`, or "module:Class" of your own.
 
     `max_tokens_per_rank`: rows of the largest batch of any rank, the same on all; `check` is called while the
     host waits and raises to abandon the wait. "auto" is local for one rank, else torch. Raises ConfigError for

@@ -4,7 +4,7 @@ Its own file because it is the one backend that runs everywhere, and the one tha
 
 One exchange carries everything about a token, packed in one row of bytes:
 
-    | x: hidden values | ids: num_topk int32, -1 = not there | weights: num_topk float32 | count: int32 | (filler) |
+    | x: hidden values | ids: num_topk int32, global, -1 = none | weights: num_topk float32 | count: int32 | (filler) |
 
 `count` is the number of rows in the message. NCCL must know on both sides how long a message is; gloo only that
 it fits. So a dispatch takes one of three forms, the same on all ranks because it is chosen from what all ranks
@@ -42,6 +42,18 @@ _ALIGN = 16  # bytes: the widest load of an expert kernel
 _WASTE_BYTES = 8 << 20  # what NVLink moves while counts travel and the host waits for them (some 60 us)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Routed:
+    """A batch and where its tokens go. A slot is a rank as seen from here: 0 is this one, then the others ascending."""
+
+    x: Tensor
+    ids: Tensor
+    """[num_tokens, num_topk] int32 global expert ids."""
+    weights: Tensor
+    chosen: Tensor
+    """[num_slots, num_tokens] bool: has the token an expert there?"""
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of the wire, [..., bytes] uint8, and views of their fields."""
@@ -54,37 +66,28 @@ class _Rows:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], like: _Routed) -> _Rows:
-        hidden, num_topk = like.x.shape[1], like.weights.shape[1]
-        num_bytes = _aligned(_aligned(hidden * like.x.element_size()) + 8 * num_topk + 4)
-        wire = torch.empty(*shape, num_bytes, dtype=torch.uint8, device=like.x.device)
-        return cls.of(wire, hidden, like.x.dtype, num_topk)
+        num_bytes = _aligned(_aligned(like.x.shape[1] * like.x.element_size()) + 8 * like.ids.shape[1] + 4)
+        return cls.of(torch.empty(*shape, num_bytes, dtype=torch.uint8, device=like.x.device), like)
 
     @classmethod
-    def of(cls, wire: Tensor, hidden: int, dtype: torch.dtype, num_topk: int) -> _Rows:
-        num_bytes = hidden * dtype.itemsize
+    def of(cls, wire: Tensor, like: _Routed) -> _Rows:
+        num_bytes, num_topk = like.x.shape[1] * like.x.element_size(), like.ids.shape[1]
+        x = wire[..., :num_bytes].view(like.x.dtype)
         words = wire[..., _aligned(num_bytes) :].view(torch.int32)
         weights = words[..., num_topk : 2 * num_topk].view(torch.float32)
-        return cls(wire, wire[..., :num_bytes].view(dtype), words[..., :num_topk], weights, words[..., 2 * num_topk])
+        return cls(wire, x, words[..., :num_topk], weights, words[..., 2 * num_topk])
 
-    def fill(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        self.x.copy_(x)
-        self.ids.copy_(ids)
-        self.weights.copy_(weights)
+    def gather(self, routed: _Routed, tokens: Tensor) -> None:
+        """Fill the first rows with the tokens [n] of a batch, without a copy in between."""
+        torch.index_select(routed.x, 0, tokens, out=self.x[: len(tokens)])
+        torch.index_select(routed.ids, 0, tokens, out=self.ids[: len(tokens)])
+        torch.index_select(routed.weights, 0, tokens, out=self.weights[: len(tokens)])
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Routed:
-    """A batch and where its tokens go. A slot is a rank as seen from here: 0 is this one, then the others
-    ascending."""
-
-    x: Tensor
-    weights: Tensor
-    slot: Tensor
-    """[num_tokens, num_topk] slot of each chosen expert, -1 = none."""
-    local: Tensor
-    """[num_tokens, num_topk] its id on that slot's rank, -1 = none."""
-    chosen: Tensor
-    """[num_slots, num_tokens] bool: has the token an expert there?"""
+    def copy(self, routed: _Routed, num_tokens: int) -> None:
+        """Fill the first rows (of each block) with the first tokens of a batch."""
+        self.x[..., :num_tokens, :] = routed.x[:num_tokens]
+        self.ids[..., :num_tokens, :] = routed.ids[:num_tokens]
+        self.weights[..., :num_tokens, :] = routed.weights[:num_tokens]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +133,15 @@ class TorchAll2All:
         self._comm = Comm(device, check=check)
         self._ranks = [self.ep_rank, *(rank for rank in range(self.ep_size) if rank != self.ep_rank)]
         self._slots = torch.arange(self.ep_size, device=device)[:, None, None]
-        self._slot_of, self._local_of = self._expert_tables(device)
-
-    def _expert_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slot and local id of every global expert id; the last entry is what -1 finds."""
+        # By global expert id, with one more entry for what -1 finds: the slot it lives in, and its id if it lives here.
         slot_of = torch.full((self.num_experts + 1,), -1)
         local_of = slot_of.clone()
         for slot, rank in enumerate(self._ranks):
             experts = expert_range(self.num_experts, self.ep_size, rank)
             slot_of[experts.start : experts.stop] = slot
-            local_of[experts.start : experts.stop] = torch.arange(len(experts))
-        return slot_of.to(device), local_of.to(device)
+            if slot == 0:
+                local_of[experts.start : experts.stop] = torch.arange(len(experts))
+        self._slot_of, self._local_of = slot_of.to(device), local_of.to(device)
 
     def dispatch(
         self,
@@ -151,9 +152,8 @@ class TorchAll2All:
     ) -> Work[Dispatched]:
         """See `All2All.dispatch`. Launched at once; the host waits only in the "counted" form."""
         check_routing(x, topk_idx, topk_weights)
-        slot, local = self._slot_of[topk_idx], self._local_of[topk_idx]
-        chosen = (slot == self._slots).any(-1)
-        routed = _Routed(x=x, weights=topk_weights, slot=slot, local=local, chosen=chosen)
+        chosen = (self._slot_of[topk_idx] == self._slots).any(-1)
+        routed = _Routed(x=x, ids=topk_idx.int(), weights=topk_weights, chosen=chosen)
         form = self._form or self._choose_form(routed, num_tokens_per_rank)
         if form == "dense" and num_tokens_per_rank is not None:
             real = [num_tokens_per_rank[rank] for rank in self._ranks]
@@ -194,34 +194,34 @@ class TorchAll2All:
         return "dense" if unchosen * num_bytes <= _WASTE_BYTES else "counted"
 
     def _bounded(self, routed: _Routed, bounds: Sequence[int]) -> Callable[[], Dispatched]:
-        sent = routed.chosen.sum(1).tolist()
+        counts = routed.chosen.sum(1)
+        sent = counts.tolist()
         if max(sent) > bounds[self.ep_rank]:
             raise ValueError(f"{max(sent)} tokens to one rank; the others expect {bounds[self.ep_rank]} at most")
         room = [sent[0], *(max(bounds[rank], 1) for rank in self._ranks[1:])]
-        starts = [0, *accumulate(room)][:-1]
-        received = _Rows.empty((sum(room),), routed)
-        received.count[starts[1:]] = 0  # what an empty message leaves
-        outgoing, tokens = self._pack(routed, sent, received)
-        wait = self._exchange(received.wire[sent[0] :], outgoing, room, sent)
+        starts = [0, *accumulate(room[:-1])]
+        rows = _Rows.empty((sum(room),), routed)
+        rows.count[starts[1:]] = 0  # what an empty message leaves
+        outgoing, tokens = self._pack(routed, counts, sent, rows)
+        wait = self._exchange(rows.wire[sent[0] :], outgoing, room, sent)
 
         def finish() -> Dispatched:
             wait()
-            counts = [sent[0], *received.count[starts[1:]].tolist()]
-            wire = received.wire[: sum(counts)]
-            if len(counts) > 2:  # there are gaps
-                wire = torch.cat([received.wire[start : start + n] for start, n in zip(starts, counts, strict=True)])
-            return self._dispatched(wire, _Way(routed=routed, sent=sent, received=counts, tokens=tokens))
+            received = [sent[0], *rows.count[starts[1:]].tolist()]
+            wire = rows.wire[: sum(received)]
+            if len(received) > 2:  # there are gaps
+                wire = torch.cat([rows.wire[start : start + n] for start, n in zip(starts, received, strict=True)])
+            return self._dispatched(wire, _Way(routed=routed, sent=sent, received=received, tokens=tokens))
 
         return finish
 
     def _counted(self, routed: _Routed) -> Callable[[], Dispatched]:
-        counts = routed.chosen.sum(1, keepdim=True).expand(-1, 2).contiguous()  # to and from each slot
-        others, one_each = counts[1:].clone(), [1] * self.ep_size
+        counts = routed.chosen.sum(1, keepdim=True)
+        others, one_each = torch.empty_like(counts[1:]), [1] * self.ep_size
         self._exchange(others, counts[1:], one_each, one_each)()
-        counts[1:, 1] = others[:, 0]
-        sent, received = counts.t().tolist()  # the host waits here
+        sent, received = torch.stack([counts, torch.cat([counts[:1], others])]).flatten(1).tolist()  # the host waits
         rows = _Rows.empty((sum(received),), routed)
-        outgoing, tokens = self._pack(routed, sent, rows)
+        outgoing, tokens = self._pack(routed, counts.flatten(), sent, rows)
         wait = self._exchange(rows.wire[sent[0] :], outgoing, received, sent)
 
         def finish() -> Dispatched:
@@ -231,38 +231,27 @@ class TorchAll2All:
         return finish
 
     def _dense(self, routed: _Routed, real: list[int]) -> Callable[[], Dispatched]:
-        """`real`: rows of every slot that may be routed."""
-        num_tokens = real[0]
-        slot, local = routed.slot[:num_tokens], routed.local[:num_tokens]
-        ids = local.where(slot == self._slots, -1)
-        received = _Rows.empty((sum(real),), routed)
-        outgoing = _Rows.empty((self.ep_size - 1, num_tokens), routed)
-        outgoing.fill(routed.x[:num_tokens], ids[1:], routed.weights[:num_tokens])
-        self._keep_own(received, routed.x[:num_tokens], ids[0], routed.weights[:num_tokens])
-        sent = [num_tokens] * self.ep_size
-        wait = self._exchange(received.wire[num_tokens:], outgoing.wire.flatten(0, 1), real, sent)
+        """`real`: the leading rows of every slot that may be routed."""
+        rows, outgoing = _Rows.empty((sum(real),), routed), _Rows.empty((self.ep_size - 1, real[0]), routed)
+        rows.copy(routed, real[0])
+        outgoing.copy(routed, real[0])
+        sent = [real[0]] * self.ep_size
+        wait = self._exchange(rows.wire[real[0] :], outgoing.wire.flatten(0, 1), real, sent)
 
         def finish() -> Dispatched:
             wait()
-            return self._dispatched(received.wire, _Way(routed=routed, sent=sent, received=real, tokens=None))
+            return self._dispatched(rows.wire, _Way(routed=routed, sent=sent, received=real, tokens=None))
 
         return finish
 
-    def _pack(self, routed: _Routed, sent: list[int], received: _Rows) -> tuple[Tensor, Sequence[Tensor]]:
-        """Fill rows for the others, and this rank's own at the head of `received`; gives the wire and each
-        slot's tokens."""
+    def _pack(self, routed: _Routed, counts: Tensor, sent: list[int], rows: _Rows) -> tuple[Tensor, Sequence[Tensor]]:
+        """Put this rank's own rows at the head of `rows`; give the wire to the others, and the tokens of each slot."""
         slots, tokens = torch.nonzero_static(routed.chosen, size=sum(sent)).unbind(1)
-        ids = routed.local[tokens].where(routed.slot[tokens] == slots[:, None], -1)
-        x, weights, own = routed.x[tokens], routed.weights[tokens], sent[0]
-        self._keep_own(received, x[:own], ids[:own], weights[:own])
-        outgoing = _Rows.empty((sum(sent) - own,), routed)
-        outgoing.fill(x[own:], ids[own:], weights[own:])
-        outgoing.count.copy_(routed.chosen.sum(1)[slots[own:]])
+        own, outgoing = sent[0], _Rows.empty((sum(sent[1:]),), routed)
+        rows.gather(routed, tokens[:own])
+        outgoing.gather(routed, tokens[own:])
+        outgoing.count.copy_(counts[slots[own:]])
         return outgoing.wire, torch.split(tokens, sent)
-
-    def _keep_own(self, received: _Rows, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        head = _Rows.of(received.wire[: x.shape[0]], x.shape[1], x.dtype, weights.shape[1])
-        head.fill(x, ids, weights)
 
     def _exchange(
         self, incoming: Tensor, outgoing: Tensor, num_in: Sequence[int], num_out: Sequence[int]
@@ -288,11 +277,10 @@ class TorchAll2All:
         return [*others[: self.ep_rank], 0, *others[self.ep_rank :]]
 
     def _dispatched(self, wire: Tensor, way: _Way) -> Dispatched:
-        routed = way.routed
-        rows = _Rows.of(wire, routed.x.shape[1], routed.x.dtype, routed.weights.shape[1])
+        rows = _Rows.of(wire, way.routed)
         return Dispatched(
             x=rows.x,
-            topk_idx=rows.ids.long(),
+            topk_idx=self._local_of[rows.ids],
             topk_weights=rows.weights,
             num_tokens_per_expert=None,
             handle=way,

@@ -12,7 +12,7 @@ from tests.ranks import REPOSITORY, launch_ranks
 def test_the_example_runs() -> None:
     done = launch_ranks(2, ["examples/custom_all2all.py"])
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2: every token came back" for r in (0, 1)]
+    assert "every token came back, on 2 ranks" in done.stdout
 
 
 def test_the_suite_takes_a_backend_by_name() -> None:
