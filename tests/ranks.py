@@ -246,8 +246,9 @@ class _Started:
 class RankPool:
     """`world_size` ranks under torch's launcher, kept for many cases. Not for use from several threads."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, env: Mapping[str, str] | None = None):
         self.world_size = world_size
+        self._env = env
         self._num_cases = 0
         self._started: _Started | None = None
 
@@ -276,7 +277,7 @@ class RankPool:
             files = tempfile.TemporaryDirectory(prefix="pool-")
             address = str(Path(files.name) / "socket")
             with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
-                command = RankCommand(self.world_size, ["-m", "tests.ranks", address])
+                command = RankCommand(self.world_size, ["-m", "tests.ranks", address], env=self._env)
                 try:
                     connections, pids = _accept(listener, command, self.world_size)
                 except BaseException:

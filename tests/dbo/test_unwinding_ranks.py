@@ -24,6 +24,7 @@ from dbo.context import note_layer
 from dbo.errors import PeerFailed
 from dbo.runner import UBatchRunner
 from dbo.work import Comm
+from tests.ranks import RankPool
 
 NUM_LAYERS, HIDDEN, ROWS_PER_RANK = 4, 8, 3
 LABELS = ("dispatch", "combine")
@@ -187,6 +188,15 @@ def check(results) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_sample_of_failures(ranks, num_ranks):
     check(ranks(num_ranks).run(run_cases, sample(num_ranks, 24), timeout=100))
+
+
+def test_failures_without_assertions():
+    """Nothing that ends a failed step may be an `assert`: they are gone under `python -O`."""
+    pool = RankPool(2, env={"PYTHONOPTIMIZE": "1"})
+    try:
+        check(pool.run(run_cases, sample(2, 8, seed=1), timeout=60))
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow

@@ -1,0 +1,60 @@
+"""Ranks that fail in a whole `generate`: what each way to fail looks like from outside.
+
+Killed and interrupted ranks are in `test_generate.py`; here one rank differs, raises, or just ends.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch import tiny
+from tests.ranks import REPOSITORY, RankCommand
+
+# The command as a user starts it, but rank 1 does `DEED` as well.
+PROGRAM = """
+import os, sys
+import launch.engine
+from launch import cli
+from launch.__main__ import main
+
+def differ():
+    sys.argv += ["--num-ubatches", "3"]
+
+def at_step_3(act):
+    forward, steps = launch.engine.Engine.forward, iter(range(9999))
+    launch.engine.Engine.forward = lambda *args: act() if next(steps) == 3 else forward(*args)
+
+def fail():
+    at_step_3(lambda: 1 // 0)
+
+def end():
+    at_step_3(lambda: os._exit(0))
+
+deed = {"differ": differ, "fail": fail, "end": end}[sys.argv.pop(1)]
+if os.environ["RANK"] == "1":
+    deed()
+sys.exit(cli.run(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("differ", r"num.ubatches.*2'? on rank 0; '?3'? on rank 1"),
+        ("fail", "rank 1.*ZeroDivisionError: integer division"),
+        ("end", "rank 1 on .* failed: its process .* ended without a word"),
+    ],
+)
+def test_one_rank_is_different(tiny_models, tmp_path, deed, message):
+    (script := tmp_path / "rank.py").write_text(PROGRAM)
+    tiny.write_prompts(tmp_path / "prompts.jsonl", tiny.prompts(8))
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--device", "cpu"]
+    with RankCommand(
+        2, [str(script), deed, "generate", "--model", tiny_models("mixtral").directory, *files]
+    ) as command:
+        finished = command.wait(60)
+    assert finished.returncode == 1
+    assert re.search(message, finished.stderr), finished.stderr
+    assert f'File "{REPOSITORY}' not in finished.stderr, finished.stderr  # no traceback but torchrun's own
