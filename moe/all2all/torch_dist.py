@@ -6,14 +6,14 @@ One exchange carries everything about a token, packed in one row of bytes:
 
     | x: hidden values | ids: num_topk int32, global, -1 = none | weights: num_topk float32 | count: int32 | (filler) |
 
-`count` is the number of rows in the message. NCCL must know on both sides how long a message is; gloo only that
-it fits. So a dispatch takes one of three forms, the same on all ranks because it is chosen from what all ranks
-know:
+`count` is the number of rows in the message; the receiver turns ids into its own, or -1. NCCL must know on both sides
+how long a message is; gloo only that it fits (the start-up self-test sends short ones). So a dispatch takes one of three
+forms, the same on all ranks because it is chosen from what all ranks know:
 
-- "bounded" (gloo): room for the most that each source may send, and the count is read from what came. One
-  exchange, nothing travels that need not, nobody waits for counts.
-- "dense" (NCCL, where it wastes little): every rank sends all its rows to every rank, with the ids of others
-  masked. One exchange, all sizes known beforehand: no host synchronisation.
+- "bounded" (gloo): room for the most that each source may send, and the count is read from what came. One exchange,
+  nothing travels that need not, nobody waits for counts.
+- "dense" (NCCL, where it wastes little): every rank sends all its rows to every rank. One exchange, all sizes known
+  beforehand: no host synchronisation.
 - "counted" (NCCL otherwise): a tiny exchange of counts, the one thing that the host waits for, then the rows.
 
 Invariants: a rank's own rows never enter an exchange; received rows are this rank's own, then the other ranks'
@@ -104,8 +104,7 @@ class _Way:
 
 
 class TorchAll2All:
-    """Expert parallelism over the ranks of a gloo group (CPU) or an NCCL group (CUDA); any number of operations
-    in flight.
+    """Tokens between the ranks of a gloo group (CPU) or an NCCL group (CUDA), any number of operations in flight.
 
     `group` may be replaced between steps, by an equal group on all ranks.
     """
@@ -122,7 +121,7 @@ class TorchAll2All:
         check: Callable[[], None] | None = None,
         form: Form | None = None,
     ):
-        """`form` as in the module's description; None chooses, and gloo alone can do "bounded"."""
+        """`form`: see the module; None chooses. Only gloo can do "bounded", and "dense" without counts is "counted"."""
         if group is None:
             raise ConfigError("all2all", self.name, "a process group", "use --all2all local for one rank")
         self.group = group
@@ -256,8 +255,7 @@ class TorchAll2All:
     def _exchange(
         self, incoming: Tensor, outgoing: Tensor, num_in: Sequence[int], num_out: Sequence[int]
     ) -> Callable[[], None]:
-        """Start moving rows between ranks, as many as the slots say, without slot 0's; gives the wait for the
-        end."""
+        """Start moving rows between ranks, as many as each slot has but slot 0's; gives the wait for their arrival."""
         # As bytes: gloo does not know every dtype.
         work = dist.all_to_all_single(
             incoming.view(torch.uint8),
