@@ -7,8 +7,8 @@ One exchange carries everything about a token, packed in one row of bytes:
     | x: hidden values | ids: num_topk int32, global, -1 = none | weights: num_topk float32 | count: int32 | (filler) |
 
 `count` is the number of rows in the message; the receiver turns ids into its own, or -1. NCCL must know on both sides
-how long a message is; gloo only that it fits (the start-up self-test sends short ones). So a dispatch takes one of three
-forms, the same on all ranks because it is chosen from what all ranks know:
+how long a message is; gloo only that it fits (the start-up self-test sends short ones). So a dispatch takes one of
+three forms, the same on all ranks because it is chosen from what all ranks know:
 
 - "bounded" (gloo): room for the most that each source may send, and the count is read from what came. One exchange,
   nothing travels that need not, nobody waits for counts.
