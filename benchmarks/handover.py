@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -142,9 +143,9 @@ def main() -> int:
     report = {
         "benchmark": "handover",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python benchmarks/handover.py --rounds {arguments.rounds}",
         "host": {"cpu": _cpu(), "cores": os.cpu_count(), "load_before": load, "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {name: version(name) for name in ("torch", "greenlet")} | {"python": platform.python_version()},
         "bounds": BOUNDS,
         "missed": missed,
         "result": result,

@@ -2,8 +2,8 @@
 
 A file of its own because torch keeps this state in a dozen places and both drivers need all of them: device and current
 stream, grad and inference mode, autocast, and the stack of function modes (which holds the default device). The default
-dtype belongs to the process; context variables, torch's compiler configuration among them, travel with
-`contextvars.copy_context()` (see `runner.py`).
+dtype belongs to the process. Context variables travel with `contextvars.copy_context()` (see `runner.py`), and in newer
+versions of torch the compiler's configuration with them; in 2.11 that belongs to the process.
 
 Invariant: `applied()` leaves everything as it found it, also after an error. Each part is set to absolute values, never
 relative to a stack, so that greenlets may enter and leave in any order.

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.dbo.toy import without_greenlet
+
 SCRIPT = """
 import torch
 from dbo.config import DBOConfig
@@ -71,6 +73,7 @@ print("ok")
 """
 
 
+@without_greenlet
 def test_the_protocol_without_asserts() -> None:
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONOPTIMIZE": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from dbo.context import note_layer
 from dbo.runner import UBatchRunner
@@ -85,3 +86,33 @@ def test_a_traced_step(driver: Any, interleave: bool) -> None:
     assert spans[0].t0 == 0
     assert tracer.take() == spans
     assert tracer.take() == []
+
+
+@pytest.mark.gpu
+@both_drivers
+def test_a_traced_step_on_a_gpu_shows_messages_beside_compute(driver: Any) -> None:
+    """Two streams, each held up for a while: the spans come from events, so they show the device and not the host."""
+    device = torch.device("cuda")
+    tracer, comm = Tracer(device), Comm(device)
+
+    def launch(ready: Any) -> Finish[None]:
+        torch.cuda._sleep(4_000_000)
+        return lambda: None
+
+    def fn(k: int) -> None:
+        for layer in range(3):
+            note_layer(layer)
+            torch.cuda._sleep(4_000_000)
+            comm.start(launch, label="dispatch").result()
+
+    shares = {}
+    with UBatchRunner(2, device=device, driver=driver, tracer=tracer) as runner:
+        runner.run(fn, [0, 1])
+        tracer.take()
+        for interleave in (True, False):
+            runner.run(fn, [0, 1], interleave=interleave)
+            spans = tracer.take()
+            assert len([s for s in spans if s.lane == "comm"]) == 6
+            shares[interleave] = overlap_share(spans)
+    assert shares[True] > 0.5
+    assert shares[False] < 0.1

@@ -14,7 +14,7 @@ from dbo.context import current_ubatch_id
 from dbo.errors import ConfigError, PeerFailed
 from dbo.runner import UBatchRunner
 from dbo.work import Comm, Finish
-from tests.dbo.toy import CPU, both_drivers
+from tests.dbo.toy import CPU, GREENLET, both_drivers
 
 
 def logged(comm: Comm, log: list[str], value: int, label: str = "x") -> Any:
@@ -122,7 +122,7 @@ class StuckWork:
         raise RuntimeError("Operation timed out!")
 
 
-@pytest.mark.parametrize("driver", ["threads", "greenlet", None])
+@pytest.mark.parametrize("driver", ["threads", GREENLET, None])
 def test_a_failed_peer_ends_the_wait(driver: Any) -> None:
     def check() -> None:
         if time.monotonic() > failed_at:

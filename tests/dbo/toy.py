@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ NUM_LAYERS = 4
 LABELS = ("dispatch", "combine")
 KINDS = ("compute", "launch", "finish")  # model code before the yield, the launch, the wait after it
 
-both_drivers = pytest.mark.parametrize("driver", ["threads", "greenlet"])
+without_greenlet = pytest.mark.skipif(find_spec("greenlet") is None, reason="the optional package greenlet is missing")
+GREENLET = pytest.param("greenlet", marks=without_greenlet)
+both_drivers = pytest.mark.parametrize("driver", ["threads", GREENLET])
 
 
 class Boom(Exception):
