@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,6 @@ import numpy.typing as npt
 from launch.sampling import SamplingParams, TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
-if TYPE_CHECKING:
-    IntArray = array[int]
-else:
-    IntArray = array  # takes no parameter at run time before Python 3.12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,7 @@ class Request:
     num_computed: int = 0
     num_sampled: int = 0
     max_sampled: int = 0
-    blocks: IntArray = field(default_factory=lambda: array("i"))  # only ever extended, or replaced
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # only ever extended, or replaced
     num_preemptions: int = 0
 
     @property
@@ -118,7 +114,7 @@ class Chunk(NamedTuple):
     start: int
     num_tokens: int
     samples: bool  # reaches the last known token: its logits give the next one
-    blocks: IntArray  # int32; those of the request when it was scheduled, and maybe further ones behind them
+    blocks: array[int]  # int32; those of the request when it was scheduled, and maybe further ones behind them
 
     @property
     def is_decode(self) -> bool:
