@@ -7,6 +7,7 @@ must give the right numbers. All cases of a number of ranks run one after anothe
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -123,15 +124,16 @@ class Toy:
 def run_cases(ctx, cases: list[Case]):
     """The longest time that a failed step took; threads, descriptors and memory half way and at the end."""
     longest_s, left = 0.0, []
-    runners: dict[tuple[int, str], UBatchRunner] = {}
-    with ctx.mesh() as mesh:
+    with ctx.mesh() as mesh, contextlib.ExitStack() as stack:
         toy = Toy(mesh)
+        runners = {
+            (num_ubatches, driver): stack.enter_context(
+                UBatchRunner(num_ubatches, device=mesh.device, driver=driver, rank=mesh.rank, step_timeout_s=LIMIT_S)
+            )
+            for num_ubatches, driver in itertools.product((2, 3, 4), ("threads", "greenlet"))
+        }
         for number, case in enumerate(cases):
             key = case.num_ubatches, case.driver
-            if key not in runners:
-                runners[key] = UBatchRunner(
-                    case.num_ubatches, device=mesh.device, driver=case.driver, rank=mesh.rank, step_timeout_s=LIMIT_S
-                )
             longest_s = max(longest_s, fail_once(toy, runners[key], case))
             mesh.renew()
             inputs = toy.inputs(case.num_ubatches, seed=number)
@@ -142,8 +144,6 @@ def run_cases(ctx, cases: list[Case]):
                 gc.collect()  # a traceback holds its step's tensors and group in a cycle
                 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 left.append((threading.active_count(), len(os.listdir("/dev/fd")), memory))
-        for runner in runners.values():
-            runner.close()
     return longest_s, left
 
 
