@@ -244,7 +244,9 @@ def _write_shards(
 
     total = sum(entry.num_bytes for shard in shards for entry in shard)
     weight_map: dict[str, str] = {}
-    with tqdm(total=total, desc="upcycle", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress) as bar:
+    with tqdm(
+        total=total, desc="upcycle", unit="B", unit_scale=True, unit_divisor=1024, mininterval=0.5, disable=not progress
+    ) as bar:
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= {entry.name: name for entry in shard}
