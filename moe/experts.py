@@ -41,6 +41,11 @@ def make_experts(weights: ExpertWeights) -> Experts:
     these experts; for the padded layout [num_local_experts, capacity, hidden], not weighted, undefined beyond each
     expert's count. The weights may be kept in another form: a caller that drops its tensors has them in memory once.
     """
+    if weights.w_gate_up.is_cuda:
+        from moe.experts_cuda import CudaExperts  # a laptop has no Triton
+
+        if CudaExperts.takes(weights.w_gate_up) and CudaExperts.takes(weights.w_down):
+            return CudaExperts(weights.w_gate_up, weights.w_down)
     return _ExpertByExpert(weights)
 
 

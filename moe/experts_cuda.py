@@ -1,8 +1,8 @@
 """The expert path on a GPU, both layouts, without a host wait and without a permuted copy of the tokens.
 
-Its own file because it is `moe.experts` again with kernels that need a GPU. Six launches for rows (count, place, first product with
-its gate, second product, weighted sum), three for the padded layout; every count stays on the device, so filler costs next to
-nothing and a CUDA graph may hold it all.
+Its own file because it is `moe.experts` again with kernels that need a GPU. Five launches for rows (count, place, first
+product with its gate, second product, weighted sum), three for the padded layout. Every count stays on the device, so
+filler costs next to nothing and a CUDA graph may hold it all.
 """
 
 from __future__ import annotations
@@ -10,29 +10,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe.all2all.base import Dispatched
 from moe.kernels.grouped import grouped_product, grouped_swiglu
 from moe.kernels.permute import make_permutation, padded_tiles
 from moe.kernels.weighted_sum import weighted_sum
 
-_LARGE, _SMALL = 128, 64  # rows a tile
+_TILES = (16, 32, 64, 128)  # rows
 
 
-def run_rows(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """See `moe.experts.run_experts`, rows layout; x may be strided by rows, the weights are contiguous."""
-    num_experts, num_slots = w_gate_up.shape[0], topk_idx.numel()
-    made = make_permutation(topk_idx, num_experts, _LARGE if num_slots >= _LARGE * num_experts else _SMALL)
-    h = grouped_swiglu(x, made.source, w_gate_up, made.tiles, num_slots)
-    return weighted_sum(grouped_product(h, w_down, made.tiles), made.position, topk_weights)
+class CudaExperts:
+    """See `moe.experts.make_experts`, and `ExpertWeights` for the shapes."""
+
+    def __init__(self, w_gate_up: Tensor, w_down: Tensor):
+        self._w_gate_up, self._w_down = w_gate_up.contiguous(), w_down.contiguous()
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether this form serves a weight [.., .., depth]: on a GPU, of a type and depth that its loads can carry."""
+        return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[-1] % 8 == 0
+
+    def __call__(self, received: Dispatched) -> Tensor:
+        """Run what was received; see `moe.experts.make_experts`."""
+        if received.topk_idx is not None and received.topk_weights is not None:
+            return self._rows(received.x, received.topk_idx, received.topk_weights, received.rows_per_expert)
+        counts = received.num_tokens_per_expert
+        if not isinstance(counts, Tensor):
+            counts = torch.tensor(counts, dtype=torch.int32, device=received.x.device)
+        return self._padded(received.x, counts, received.rows_per_expert)
+
+    def _rows(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expected: int | None) -> Tensor:
+        num_experts, num_slots = self._w_gate_up.shape[0], topk_idx.numel()
+        made = make_permutation(
+            topk_idx, num_experts, _tile(num_slots // num_experts if expected is None else expected)
+        )
+        h = grouped_swiglu(x, made.source, self._w_gate_up, made.tiles, num_slots)
+        return weighted_sum(grouped_product(h, self._w_down, made.tiles), made.position, topk_weights)
+
+    def _padded(self, x: Tensor, counts: Tensor, expected: int | None) -> Tensor:
+        num_experts, capacity, _ = x.shape
+        tiles = padded_tiles(counts, capacity, _tile(capacity if expected is None else expected))
+        h = grouped_swiglu(x.flatten(0, 1), None, self._w_gate_up, tiles, num_experts * capacity)
+        return grouped_product(h, self._w_down, tiles).view(x.shape)
 
 
-def run_padded(x: Tensor, num_tokens_per_expert: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """See `moe.experts.run_experts`, padded layout; num_tokens_per_expert [num_experts] int32 on the device."""
-    num_experts, capacity, hidden = x.shape
-    tiles = padded_tiles(num_tokens_per_expert, capacity, _SMALL)
-    h = grouped_swiglu(x.view(-1, hidden), None, w_gate_up, tiles, num_experts * capacity)
-    return grouped_product(h, w_down, tiles).view(x.shape)
-
-
-def fits(x: Tensor) -> bool:
-    """Whether this path serves x: on a GPU, in a type the tensor cores multiply."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+def _tile(rows_per_expert: int) -> int:
+    """Rows a tile: the smallest that holds an expert's rows, as a tile that is half empty costs as much as a full one."""
+    return next((tile for tile in _TILES if tile >= rows_per_expert), _TILES[-1])

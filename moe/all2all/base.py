@@ -59,6 +59,8 @@ class Capabilities:
     """When its `Comm` launches: before the yield, or after it (a launch that blocks the host)."""
     layout: Literal["rows", "padded"] = "rows"
     """Shape of what dispatch gives: see `Dispatched`."""
+    relative_error: float = 0.02
+    """How far, at most, a value that went there and back may be from what it was (half-precision sums; 8-bit wires)."""
     capturable: bool = False
     """Dispatch and combine may be captured in a CUDA graph (no host read, no varying sizes)."""
 
@@ -82,6 +84,8 @@ class Dispatched:
     num_tokens_per_expert: Sequence[int] | Tensor | None
     """[num_local_experts] received tokens of each expert: host list, device tensor, or None = count the ids."""
     handle: Any
+    rows_per_expert: int | None = None
+    """About how many rows an expert got, if that is known without asking: a hint for the shape of tiles."""
 
 
 class All2All(Protocol):

@@ -2,12 +2,12 @@
 
 Its own file because V2 (`ElasticBuffer`) will be another class beside this one behind the same protocol.
 
-Inside a node a dispatch is told the most it can receive (`num_worst_tokens`): the host waits for nothing, counts stay on the
-device, unused rows come back as filler, and it is launched early. Between nodes DeepEP waits on the host for the counts, so there
-the launch is late: the siblings have queued their compute before this host blocks.
+Inside a node a dispatch is told the most it can receive (`num_worst_tokens`): the host waits for nothing, counts stay
+on the device, unused rows come back as filler, and it is launched early. Between nodes DeepEP waits on the host for
+the counts, so there the launch is late: the siblings have queued their compute before this host blocks.
 
 Invariants:
-- DeepEP runs its own stream. What it must wait for is recorded when the operation is made, before the yield.
+- DeepEP runs its own stream. What it must wait for is recorded when the operation is made, before the yield (`Comm`).
 - An operation holds its SM count from dispatch to combine: DeepEP's handle is laid out for it.
 - Rows are padded to the kernels' unit of 512 bytes here and nowhere else.
 - A rank without tokens sends one row that is routed nowhere: an empty tensor has no address to give to a kernel.
@@ -60,7 +60,9 @@ class DeepEPHighThroughput:
         fp8: bool = False,
         no_sync: bool | None = None,
     ):
-        """Collective over `group` (any backend). `no_sync`: None = inside a node. Raises ConfigError for what DeepEP cannot do."""
+        """Collective over `group` (any backend). `no_sync`: None = inside a node. Raises ConfigError for what DeepEP
+        cannot do.
+        """
         if group is None or device.type != "cuda":
             raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
         self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
@@ -72,7 +74,11 @@ class DeepEPHighThroughput:
         unit = _UNIT_BYTES if fp8 else _UNIT_BYTES // 2
         self._wire_hidden = -(-config.hidden // unit) * unit
         self._no_sync = self.ep_size <= _RANKS_PER_NODE if no_sync is None else no_sync
-        self.capabilities = Capabilities(order="early" if self._no_sync else "late", capturable=self._no_sync)
+        self.capabilities = Capabilities(
+            order="early" if self._no_sync else "late",
+            capturable=self._no_sync,
+            relative_error=0.1 if fp8 else 0.02,
+        )
         self._deep_ep, self._num_sms, self._configs = deep_ep, num_sms, dict[int, tuple[Any, Any]]()
         sizes = self._configs_of(MAX_SMS)
         row_bytes = self._wire_hidden * 2
@@ -82,12 +88,13 @@ class DeepEPHighThroughput:
             max(c.get_rdma_buffer_size_hint(row_bytes, self.ep_size) for c in sizes),
             explicitly_destroy=True,
         )
-        self._comm = Comm(
-            device, order=self.capabilities.order, own_stream=False, make_ready=deep_ep.Buffer.capture, check=check
-        )
+        if self._no_sync:
+            self._comm = Comm(device, check=check)
+        else:
+            self._comm = Comm(device, order="late", own_stream=False, make_ready=deep_ep.Buffer.capture, check=check)
 
     def set_num_sms(self, num_sms: int | None) -> int | None:
-        """A `dbo.sm_partition.Setter`: SMs of the dispatches to come (even, at most MAX_SMS); gives what was in force."""
+        """A `dbo.sm_partition.Setter` for the dispatches to come: even, at most MAX_SMS; gives what was in force."""
         before = self._num_sms
         if num_sms is not None:
             self._configs_of(num_sms)
@@ -107,17 +114,17 @@ class DeepEPHighThroughput:
         if not num_tokens:
             x, topk_idx = x.new_zeros(1, self._hidden), topk_idx.new_full((1, topk_idx.shape[1]), -1)
             topk_weights = topk_weights.new_zeros(topk_idx.shape)
-        wire: Tensor | tuple[Tensor, Tensor] = F.pad(x, (0, self._wire_hidden - self._hidden)).contiguous()
-        if self._fp8:
-            wire = _quantise(wire)
+        padded = widened(x, self._wire_hidden)
+        wire = _quantise(padded) if self._fp8 else padded
         bound = self._max_tokens * self.ep_size if num_tokens_per_rank is None else sum(num_tokens_per_rank)
         dispatch_config, combine_config = self._configs_of(self._num_sms)
+        topk_idx = topk_idx.contiguous()
+        per_rank, per_expert, is_token_in_rank = _layout(topk_idx, self.num_experts, self.ep_size)
+        per_node = None
+        if self.ep_size > _RANKS_PER_NODE:
+            per_node = is_token_in_rank.unflatten(1, (-1, _RANKS_PER_NODE)).any(-1).sum(0, dtype=torch.int32)
 
         def launch(ready: Any) -> Callable[[], Dispatched]:
-            own_stream = {"async_finish": True, "allocate_on_comm_stream": True}
-            per_rank, per_node, per_expert, is_token_in_rank, laid_out = self._buffer.get_dispatch_layout(
-                topk_idx, self.num_experts, previous_event=ready, **own_stream
-            )
             received, local_idx, weights, counts, handle, arrived = self._buffer.dispatch(
                 wire,
                 num_tokens_per_rank=per_rank,
@@ -128,13 +135,12 @@ class DeepEPHighThroughput:
                 topk_weights=topk_weights,
                 num_worst_tokens=max(bound, 1) if self._no_sync else 0,
                 config=dispatch_config,
-                previous_event=laid_out,
-                **own_stream,
+                **self._ordering(ready),
             )
             sent = _Sent(handle=handle, combine_config=combine_config, num_tokens=num_tokens)
 
             def finish() -> Dispatched:
-                arrived.current_stream_wait()
+                self._wait(arrived)
                 rows = _dequantise(*received) if self._fp8 else received
                 return Dispatched(
                     x=rows[:, : self._hidden],
@@ -142,6 +148,7 @@ class DeepEPHighThroughput:
                     topk_weights=weights,
                     num_tokens_per_expert=counts or None,
                     handle=sent,
+                    rows_per_expert=bound * topk_idx.shape[1] // self.num_experts,
                 )
 
             return finish
@@ -151,20 +158,18 @@ class DeepEPHighThroughput:
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`."""
         back: _Sent = sent.handle
-        wire = F.pad(y, (0, self._wire_hidden - self._hidden)).contiguous()
+        wire = widened(y, self._wire_hidden)
 
         def launch(ready: Any) -> Callable[[], Tensor]:
             combined, _, arrived = self._buffer.combine(
                 wire,
                 back.handle,
                 config=back.combine_config,
-                previous_event=ready,
-                async_finish=True,
-                allocate_on_comm_stream=True,
+                **self._ordering(ready),
             )
 
             def finish() -> Tensor:
-                arrived.current_stream_wait()
+                self._wait(arrived)
                 result: Tensor = combined[: back.num_tokens, : self._hidden]
                 return result
 
@@ -177,6 +182,20 @@ class DeepEPHighThroughput:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.destroy()
+
+    def _ordering(self, ready: Any) -> dict[str, Any]:
+        """How DeepEP's stream is ordered after the inputs.
+
+        Launched early, under `Comm`'s stream: by that stream, which DeepEP's own is ordered after and which is
+        ordered after it, so no tensor is recorded on another stream (which costs the host more than the launch).
+        Launched late: by the event, on DeepEP's stream alone, which then owns what it allocates."""
+        if self._no_sync:
+            return {}
+        return {"previous_event": ready, "async_finish": True, "allocate_on_comm_stream": True}
+
+    def _wait(self, arrived: Any) -> None:
+        if not self._no_sync:
+            arrived.current_stream_wait()
 
     def _configs_of(self, num_sms: int) -> tuple[Any, Any]:
         """(dispatch, combine) configurations of so many SMs, DeepEP's own tuning for this number of ranks."""
@@ -221,6 +240,17 @@ def check_even_experts(name: str, num_experts: int, ep_size: int) -> None:
             f"a multiple of {ep_size} ranks for {name}",
             "use --all2all torch, or other ranks",
         )
+
+
+def widened(x: Tensor, hidden: int) -> Tensor:
+    """x with zeros behind its last dimension up to `hidden`, contiguous; x itself where it is both already."""
+    return F.pad(x, (0, hidden - x.shape[-1])) if x.shape[-1] != hidden else x.contiguous()
+
+
+def _layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    from moe.kernels.layout import dispatch_layout
+
+    return dispatch_layout(topk_idx, num_experts, num_ranks)
 
 
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:

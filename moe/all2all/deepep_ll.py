@@ -1,17 +1,16 @@
 """DeepEP's low-latency kernels, for decode. One of the two files that know `deep_ep` (V1, `Buffer`).
 
-Its own file because nothing here is like the normal kernels: tokens arrive in the padded layout, one block of rows an expert; the
-source applies the weights; sending and receiving are two launches, and between them a message is on its way with no SM at work.
+Its own file because nothing here is like the normal kernels: tokens arrive in the padded layout, one block of rows an
+expert; the source applies the weights; sending and receiving are two launches, and between them a message is on its
+way with no SM at work.
 
 ```
 compute | A0 send0 | A1 | recv0 send1 | E0 | recv1 ...      the receive of one operation is queued before the next send
 ```
 
-Invariants:
-- DeepEP has two buffers and each send clears the other one, so an operation is received before the next is sent, and two are in
-  flight at most.
-- `max_tokens_per_rank` fixes the layout of those buffers: one number for the whole group and for every graph.
-"""
+Invariants: - DeepEP has two buffers and each send clears the other one, so an operation is received before the next
+is sent, and two are in flight at most. - `max_tokens_per_rank` fixes the layout of those buffers: one number for the
+whole group and for every graph."""
 
 from __future__ import annotations
 
@@ -22,13 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
 from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing
-from moe.all2all.deepep_ht import check_even_experts, import_deep_ep
+from moe.all2all.deepep_ht import check_even_experts, import_deep_ep, widened
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
@@ -48,7 +46,6 @@ class DeepEPLowLatency:
     """bf16 both ways, or 8-bit blocks on the way there (`fp8`); padded layout."""
 
     name = "deepep_ll"
-    capabilities = Capabilities(max_in_flight=2, order="early", layout="padded", capturable=True)
 
     def __init__(
         self,
@@ -64,6 +61,9 @@ class DeepEPLowLatency:
         if group is None or device.type != "cuda":
             raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
         self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
+        self.capabilities = Capabilities(
+            max_in_flight=2, order="early", layout="padded", capturable=True, relative_error=0.1 if fp8 else 0.02
+        )
         self._fp8, self._hidden = fp8, config.hidden
         self._max_tokens = -(-max_tokens_per_rank // 4) * 4  # DeepEP's unit of rows
         self._wire_hidden = self._check(config)
@@ -92,7 +92,7 @@ class DeepEPLowLatency:
         check_routing(x, topk_idx, topk_weights)
         if x.shape[0] > self._max_tokens:
             raise ValueError(f"{x.shape[0]} tokens exceed the {self._max_tokens} that {self.name} was made for")
-        wire = F.pad(x, (0, self._wire_hidden - self._hidden)).contiguous()
+        wire = widened(x, self._wire_hidden)
 
         def launch(_: Any) -> Callable[[], Dispatched]:
             self._receive_last()
@@ -104,13 +104,14 @@ class DeepEPLowLatency:
 
             def finish() -> Dispatched:
                 receive()
-                rows = _dequantise(*received, counts) if self._fp8 else received
+                rows = _dequantise(received[0], received[1], counts) if self._fp8 else received
                 return Dispatched(
                     x=rows[..., : self._hidden],
                     topk_idx=None,
                     topk_weights=None,
                     num_tokens_per_expert=counts,
                     handle=sent,
+                    rows_per_expert=topk_idx.numel() * self.ep_size // self.num_experts,
                 )
 
             return finish
@@ -120,7 +121,7 @@ class DeepEPLowLatency:
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`."""
         back: _Sent = sent.handle
-        wire = F.pad(y, (0, self._wire_hidden - self._hidden)).contiguous()
+        wire = widened(y, self._wire_hidden)
 
         def launch(_: Any) -> Callable[[], Tensor]:
             self._receive_last()

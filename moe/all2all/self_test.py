@@ -27,7 +27,7 @@ def self_test(all2all: All2All, config: ExpertShape, device: torch.device, *, nu
     topk_weights = torch.full(topk_idx.shape, 1 / config.num_topk, device=device)
     received = all2all.dispatch(x, topk_idx, topk_weights, (num_tokens,) * all2all.ep_size).result()
     back = all2all.combine(weigh(received), received).result()
-    num_wrong = int(((back - x).abs() > 0.02 * x).any(-1).sum())
+    num_wrong = int(((back - x).abs() > all2all.capabilities.relative_error * x).any(-1).sum())
     if num_wrong:
         raise ConfigError(
             "all2all",

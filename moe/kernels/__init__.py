@@ -1,1 +1,3 @@
-"""Triton kernels: the expert path, the router's top k, norms, rotary embedding and paged decode. Imported only where they run."""
+"""Triton kernels: the expert path, the router's top k, norms, rotary embedding and paged decode. Imported only where
+they run.
+"""

@@ -1,8 +1,7 @@
 """Block-scaled 8-bit floats for the wire: one float32 scale for each 128 values of a row.
 
-Its own file because only transports use it: tokens cross in float8_e4m3fn and are bfloat16 again before the experts see them.
-The layout (scales [..., hidden // 128] float32) is DeepEP's.
-"""
+Its own file because only transports use it: tokens cross in float8_e4m3fn and are bfloat16 again before the experts
+see them. The layout (scales [..., hidden // 128] float32) is DeepEP's."""
 
 from __future__ import annotations
 
@@ -10,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import ceil_div, power_of_2
 
 BLOCK = 128
 _LARGEST = 448.0  # of float8_e4m3fn
@@ -26,17 +28,20 @@ def _quantise_kernel(x, out, scales, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl
     tl.store(scales + blocks, scale, mask=live)
 
 
+_quantise = Launcher(_quantise_kernel)
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, hidden], hidden a multiple of 128 -> (float8_e4m3fn [n, hidden], scales [n, hidden // 128] float32); one launch."""
+    """x [n, hidden], hidden a multiple of 128 -> (float8_e4m3fn [n, hidden], scales [n, hidden // 128] float32); one
+    launch.
+    """
     num_rows, hidden = x.shape
     out = torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, hidden // BLOCK, dtype=torch.float32, device=x.device)
     if num_rows:
         blocks = 16
-        grid = (triton.cdiv(scales.numel(), blocks),)
-        _quantise_kernel[grid](
-            x.contiguous(), out, scales, scales.numel(), BLOCKS=blocks, BLOCK=BLOCK, LARGEST=_LARGEST
-        )
+        grid = (ceil_div(scales.numel(), blocks), 1, 1)
+        _quantise(grid, x.contiguous(), out, scales, scales.numel(), BLOCKS=blocks, BLOCK=BLOCK, LARGEST=_LARGEST)
     return out, scales
 
 
@@ -59,8 +64,12 @@ def _dequantise_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+_dequantise = Launcher(_dequantise_kernel)
+
+
 def dequantise(x: Tensor, scales: Tensor, counts: Tensor | None = None) -> Tensor:
-    """The bfloat16 values of x [n, hidden] or [groups, n, hidden] float8 and scales [..., hidden // 128] of any strides; one launch.
+    """The bfloat16 values of x [n, hidden] or [groups, n, hidden] float8 and scales [..., hidden // 128] of any
+    strides; one launch.
 
     With counts [groups] int32 only the first counts[g] rows of each group are written, the rest are undefined.
     """
@@ -69,7 +78,8 @@ def dequantise(x: Tensor, scales: Tensor, counts: Tensor | None = None) -> Tenso
     num_groups, num_rows, hidden = grouped.shape
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     if num_groups and num_rows:
-        _dequantise_kernel[(num_rows, num_groups)](
+        _dequantise(
+            (num_rows, num_groups, 1),
             grouped,
             scales_of,
             scales_of if counts is None else counts,
@@ -78,7 +88,7 @@ def dequantise(x: Tensor, scales: Tensor, counts: Tensor | None = None) -> Tenso
             hidden,
             *scales_of.stride(),
             COUNTED=counts is not None,
-            WIDTH=triton.next_power_of_2(hidden),
+            WIDTH=power_of_2(hidden),
             BLOCK=BLOCK,
         )
     return out

@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe.kernels.launch import Launcher
 from moe.kernels.permute import Tiles
+from moe.kernels.sizes import ceil_div
 from moe.sms import compute_sms
 
 
@@ -76,14 +78,18 @@ def _grouped_kernel(
         tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & (cols < width)[None, :])
 
 
+_grouped = Launcher(_grouped_kernel)
+
+
 def _launch(x: Tensor, source: Tensor | None, weight: Tensor, tiles: Tiles, out: Tensor, *, gated: bool) -> None:
     width, depth = out.shape[-1], x.shape[-1]
     if tiles.block >= 128:
         block_n, block_k, num_warps, num_stages, per_sm = (128, 64, 8, 4, 1) if gated else (256, 64, 8, 3, 1)
     else:
         block_n, block_k, num_warps, num_stages, per_sm = 64, 128, 4, 3, 2
-    grid = min(per_sm * compute_sms(x.device), max(1, tiles.spans.shape[0] * triton.cdiv(width, block_n)))
-    _grouped_kernel[(grid,)](
+    grid = min(per_sm * compute_sms(x.device), max(1, tiles.spans.shape[0] * ceil_div(width, block_n)))
+    _grouped(
+        (grid, 1, 1),
         TensorDescriptor.from_tensor(x, [tiles.block, block_k]) if source is None else x,
         tiles.spans if source is None else source,
         TensorDescriptor.from_tensor(weight.view(-1, depth), [block_n, block_k]),

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import power_of_2
+
 
 @triton.jit
 def _add_rms_norm_kernel(x, residual, weight, normed, summed, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -28,6 +31,9 @@ def _add_rms_norm_kernel(x, residual, weight, normed, summed, hidden, eps, ADD: 
     tl.store(normed + row + cols, (value * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
+_add_rms_norm = Launcher(_add_rms_norm_kernel)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Give (rms_norm(x + residual) * weight, x + residual) for x, residual [n, hidden]; one launch.
 
@@ -37,8 +43,9 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     normed = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     if num_rows:
-        block = triton.next_power_of_2(hidden)
-        _add_rms_norm_kernel[(num_rows,)](
+        block = power_of_2(hidden)
+        _add_rms_norm(
+            (num_rows, 1, 1),
             x,
             x if residual is None else residual,
             weight,

@@ -1,10 +1,10 @@
 """Attention of one new token a request over its paged KV cache.
 
-Its own file because prefill is served by library kernels and decode is not: each request reads its own blocks through its block
-table, lengths are read on the device, and one launch (two where few requests have long contexts) serves the whole batch.
-Invariants: a request's result does not depend on the other requests of the batch for a given `num_splits`; a request of length 0
-(padding) gives zeros. The split of the keys over programs and their merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
-"""
+Its own file because prefill is served by library kernels and decode is not: each request reads its own blocks through
+its block table, lengths are read on the device, and one launch (two where few requests have long contexts) serves the
+whole batch. Invariants: a request's result does not depend on the other requests of the batch for a given
+`num_splits`; a request of length 0 (padding) gives zeros. The split of the keys over programs and their merge by
+log-sum-exp is Flash-Decoding's (Dao et al., 2023)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import power_of_2
 
 _BLOCK = 64
 
@@ -85,6 +88,9 @@ def _decode_kernel(
         tl.store(base + HEAD_DIM + 1, largest, mask=heads < GROUP)
 
 
+_decode = Launcher(_decode_kernel)
+
+
 @triton.jit
 def _merge_kernel(partial, out, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
@@ -98,6 +104,9 @@ def _merge_kernel(partial, out, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+_merge = Launcher(_merge_kernel)
+
+
 def paged_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -108,11 +117,12 @@ def paged_decode(
     window: int | None = None,
     num_splits: int = 1,
 ) -> Tensor:
-    """Attend q [B, num_heads, head_dim] (heads contiguous, rows strided) to the first seq_lens[b] cached tokens of each request.
+    """Attend q [B, num_heads, head_dim] (heads contiguous, rows strided) to the first seq_lens[b] cached tokens of
+    each request.
 
-    k_cache, v_cache [num_blocks, page, num_kv_heads, head_dim]; block_tables [B, max_blocks] int32; seq_lens [B] int, with the new
-    token counted; `window`: a token sees itself and the `window - 1` before it; `num_splits` a power of 2. Gives [B, num_heads, head_dim].
-    """
+    k_cache, v_cache [num_blocks, page, num_kv_heads, head_dim]; block_tables [B, max_blocks] int32; seq_lens [B] int,
+    with the new token counted; `window`: a token sees itself and the `window - 1` before it; `num_splits` a power of
+    2. Gives [B, num_heads, head_dim]."""
     num_requests, num_heads, head_dim = q.shape
     page, num_kv_heads = k_cache.shape[1:3]
     out = torch.empty(num_requests, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -124,8 +134,9 @@ def paged_decode(
             num_requests * num_heads * num_splits * (head_dim + 2), dtype=torch.float32, device=q.device
         )
     group = num_heads // num_kv_heads
-    dim_block = triton.next_power_of_2(head_dim)
-    _decode_kernel[(num_requests, num_kv_heads, num_splits)](
+    dim_block = power_of_2(head_dim)
+    _decode(
+        (num_requests, num_kv_heads, num_splits),
         q,
         k_cache,
         v_cache,
@@ -139,7 +150,7 @@ def paged_decode(
         window or 1 << 30,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        GROUP_BLOCK=max(16, power_of_2(group)),
         HEAD_DIM=head_dim,
         DIM_BLOCK=dim_block,
         PAGE=page,
@@ -147,7 +158,7 @@ def paged_decode(
         SPLITS=num_splits,
     )
     if num_splits > 1:
-        _merge_kernel[(num_requests * num_heads,)](
-            partial, out, HEAD_DIM=head_dim, DIM_BLOCK=dim_block, SPLITS=num_splits
+        _merge(
+            (num_requests * num_heads, 1, 1), partial, out, HEAD_DIM=head_dim, DIM_BLOCK=dim_block, SPLITS=num_splits
         )
     return out

@@ -1,11 +1,10 @@
 """Received rows sorted by expert: who goes where, counted on the device.
 
-Its own file because both halves of the expert path read what is decided here: the grouped products (which rows belong to an
-expert) and the weighted sum (where a row's results lie). Expert ids are small, so positions are counted, not sorted: a histogram
-of every block of rows, then each block starts where the blocks before it end. Invariants: no atomics, so the order is the same
-every time (by expert, then by row); no count reaches the host, so nothing waits and a CUDA graph may hold it; filler (id -1)
-takes no place.
-"""
+Its own file because both halves of the expert path read what is decided here: the grouped products (which rows belong
+to an expert) and the weighted sum (where a row's results lie). Expert ids are small, so positions are counted, not
+sorted: a histogram of every block of rows, then each block starts where the blocks before it end. Invariants: no
+atomics, so the order is the same every time (by expert, then by row); no count reaches the host, so nothing waits and
+a CUDA graph may hold it; filler (id -1) takes no place."""
 
 from __future__ import annotations
 
@@ -16,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import ceil_div, power_of_2
+
 _MAX_BLOCKS = 512
 _CHUNK = 64
 
@@ -24,9 +26,8 @@ _CHUNK = 64
 class Tiles:
     """Blocks of rows for a grouped product; device tensors.
 
-    spans [max_tiles, 3] int32: expert, first row, end row of the expert's rows; count [1] int32: how many spans are meant.
-    `block` rows a tile.
-    """
+    spans [max_tiles, 3] int32: expert, first row, end row of the expert's rows; count [1] int32: how many spans are
+    meant. `block` rows a tile."""
 
     spans: Tensor
     count: Tensor
@@ -37,9 +38,8 @@ class Tiles:
 class Permutation:
     """Sorted places of n rows' choices; device tensors, int32.
 
-    position [n, num_topk]: sorted place of a choice, -1 = not on this rank. source [n * num_topk]: the row that fills a place,
-    undefined from `ends[-1]` on. ends [num_experts]: end of each expert's places.
-    """
+    position [n, num_topk]: sorted place of a choice, -1 = not on this rank. source [n * num_topk]: the row that fills
+    a place, undefined from `ends[-1]` on. ends [num_experts]: end of each expert's places."""
 
     position: Tensor
     source: Tensor
@@ -61,6 +61,9 @@ def _count_kernel(
         chosen = tl.load(topk_idx + slots, mask=slots < end, other=-1).to(tl.int32)
         total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
     tl.store(counts + block * NUM_EXPERTS + experts, total, mask=experts < NUM_EXPERTS)
+
+
+_count = Launcher(_count_kernel)
 
 
 @triton.jit
@@ -124,6 +127,9 @@ def _place_kernel(
         free += tl.sum(is_expert, 0)
 
 
+_place = Launcher(_place_kernel)
+
+
 def make_permutation(topk_idx: Tensor, num_experts: int, block: int) -> Permutation:
     """Sort the choices topk_idx [n, num_topk] int64 (local ids, -1 = not here) by expert; two launches, no host wait.
 
@@ -131,22 +137,23 @@ def make_permutation(topk_idx: Tensor, num_experts: int, block: int) -> Permutat
     """
     num_rows, num_topk = topk_idx.shape
     num_slots = topk_idx.numel()
-    rows_per_block = max(_CHUNK // num_topk, 1, triton.cdiv(num_rows, _MAX_BLOCKS))
-    num_blocks = max(1, triton.cdiv(num_rows, rows_per_block))
-    max_tiles = triton.cdiv(num_slots, block) + num_experts
+    rows_per_block = max(_CHUNK // num_topk, 1, ceil_div(num_rows, _MAX_BLOCKS))
+    num_blocks = max(1, ceil_div(num_rows, rows_per_block))
+    max_tiles = ceil_div(num_slots, block) + num_experts
     # One allocation for all the index tensors: an allocation costs the host as much as a launch.
     sizes = [num_blocks * num_experts, num_slots, num_slots, num_experts, 3 * max_tiles, 1]
     buffer = torch.empty(sum(sizes), dtype=torch.int32, device=topk_idx.device)
     counts, position, source, ends, spans, count = buffer.split(sizes)
     shape = {
         "NUM_EXPERTS": num_experts,
-        "E": max(16, triton.next_power_of_2(num_experts)),
+        "E": max(16, power_of_2(num_experts)),
         "CHUNK": _CHUNK,
     }
     slots = (num_slots, rows_per_block * num_topk)
     topk_idx = topk_idx.contiguous()
-    _count_kernel[(num_blocks,)](topk_idx, counts, *slots, **shape)
-    _place_kernel[(num_blocks,)](
+    _count((num_blocks, 1, 1), topk_idx, counts, *slots, **shape)
+    _place(
+        (num_blocks, 1, 1),
         topk_idx,
         counts,
         position,
@@ -157,8 +164,8 @@ def make_permutation(topk_idx: Tensor, num_experts: int, block: int) -> Permutat
         *slots,
         num_blocks,
         NUM_TOPK=num_topk,
-        BLOCK_M=block,
         **shape,
+        BLOCK_M=block,
     )
     tiles = Tiles(spans=spans.view(-1, 3), count=count, block=block)
     return Permutation(position=position.view(num_rows, num_topk), source=source, ends=ends, tiles=tiles)
@@ -173,19 +180,25 @@ def _padded_tiles_kernel(
     _write_tiles(spans, num_tiles, experts * capacity, sizes, experts, NUM_EXPERTS, BLOCK_M)
 
 
+_padded_tiles = Launcher(_padded_tiles_kernel)
+
+
 def padded_tiles(num_tokens_per_expert: Tensor, capacity: int, block: int) -> Tiles:
-    """Tiles of the padded layout [num_experts, capacity, ...]: the first num_tokens_per_expert [num_experts] int32 rows of each."""
+    """Tiles of the padded layout [num_experts, capacity, ...]: the first num_tokens_per_expert [num_experts] int32
+    rows of each.
+    """
     num_experts = num_tokens_per_expert.numel()
-    max_tiles = num_experts * triton.cdiv(capacity, block)
+    max_tiles = num_experts * ceil_div(capacity, block)
     buffer = torch.empty(3 * max_tiles + 1, dtype=torch.int32, device=num_tokens_per_expert.device)
     spans, count = buffer.split([3 * max_tiles, 1])
-    _padded_tiles_kernel[(1,)](
+    _padded_tiles(
+        (1, 1, 1),
         num_tokens_per_expert,
         spans,
         count,
         capacity,
         NUM_EXPERTS=num_experts,
-        E=max(16, triton.next_power_of_2(num_experts)),
+        E=max(16, power_of_2(num_experts)),
         BLOCK_M=block,
     )
     return Tiles(spans=spans.view(-1, 3), count=count, block=block)

@@ -1,14 +1,16 @@
 """Query and key norm, rotary embedding and the KV cache write in one launch, in place on the fused projection.
 
-Its own file, as each fused kernel is; the plain form is about ten launches a layer. Invariant: rows whose slot is -1 (padding)
-touch no cache.
-"""
+Its own file, as each fused kernel is; the plain form is about ten launches a layer. Invariant: rows whose slot is -1
+(padding) touch no cache."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import power_of_2
 
 
 @triton.jit
@@ -64,6 +66,9 @@ def _rope_kernel(
         tl.store(v_cache + in_cache + HALF, tl.load(value + HALF, mask=kv_inside), mask=kv_inside)
 
 
+_rope = Launcher(_rope_kernel)
+
+
 def rotate_and_cache(
     qkv: Tensor,
     q_gain: Tensor | None,
@@ -89,7 +94,8 @@ def rotate_and_cache(
         return
     half = cos.shape[-1]
     norm = q_gain is not None
-    _rope_kernel[(num_tokens,)](
+    _rope(
+        (num_tokens, 1, 1),
         qkv,
         q_gain if norm else cos,
         k_gain if norm else cos,
@@ -103,8 +109,8 @@ def rotate_and_cache(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(half),
-        HEADS=triton.next_power_of_2(num_heads + num_kv_heads),
-        KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        HALF_BLOCK=power_of_2(half),
+        HEADS=power_of_2(num_heads + num_kv_heads),
+        KV_HEADS=power_of_2(num_kv_heads),
         NORM=norm,
     )

@@ -1,8 +1,7 @@
 """The router's last step in one launch: softmax, the top k, renormalisation, and -1 for padded rows.
 
-Its own file, as each fused kernel is; the plain form (`moe.router.route`) is six launches. Invariant: of equal probabilities the
-lower expert id wins, and a row of NaN gives distinct ids.
-"""
+Its own file, as each fused kernel is; the plain form (`moe.router.route`) is six launches. Invariant: of equal
+probabilities the lower expert id wins, and a row of NaN gives distinct ids."""
 
 from __future__ import annotations
 
@@ -10,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import ceil_div, power_of_2
 
 
 @triton.jit
@@ -56,16 +58,22 @@ def _topk_kernel(
     tl.store(ids + at * NUM_TOPK + choice[None, :], tl.where(real, chosen_ids, -1), mask=store)
 
 
+_topk = Launcher(_topk_kernel)
+
+
 def softmax_topk(
     logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`moe.router.route` in one launch: logits [T, num_experts] -> weights [T, num_topk] float32, ids [T, num_topk] int64."""
+    """`moe.router.route` in one launch: logits [T, num_experts] -> weights [T, num_topk] float32, ids [T, num_topk]
+    int64.
+    """
     num_rows, num_experts = logits.shape
     weights = torch.empty(num_rows, num_topk, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, num_topk, dtype=torch.int64, device=logits.device)
     if num_rows:
         rows = 8
-        _topk_kernel[(triton.cdiv(num_rows, rows),)](
+        _topk(
+            (ceil_div(num_rows, rows), 1, 1),
             logits.contiguous(),
             weights,
             ids,
@@ -76,7 +84,7 @@ def softmax_topk(
             NORMALISE=norm_topk_prob,
             COUNT_ON_DEVICE=isinstance(num_tokens, Tensor),
             ROWS=rows,
-            E=triton.next_power_of_2(num_experts),
-            K=triton.next_power_of_2(num_topk),
+            E=power_of_2(num_experts),
+            K=power_of_2(num_topk),
         )
     return weights, ids

@@ -1,8 +1,7 @@
 """From sorted expert rows back to one row per received token: gather, weigh, add.
 
-Its own file because it is the other end of `permute`. Invariant: each token's rows are added by one program in the order of its
-choices, in float32, so there are no atomics and the result is the same every time.
-"""
+Its own file because it is the other end of `permute`. Invariant: each token's rows are added by one program in the
+order of its choices, in float32, so there are no atomics and the result is the same every time."""
 
 from __future__ import annotations
 
@@ -10,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe.kernels.launch import Launcher
+from moe.kernels.sizes import ceil_div, power_of_2
 
 
 @triton.jit
@@ -27,6 +29,9 @@ def _weighted_sum_kernel(y, position, weights, out, hidden, NUM_TOPK: tl.constex
     tl.store(out + token * hidden + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
+_weighted_sum = Launcher(_weighted_sum_kernel)
+
+
 def weighted_sum(y: Tensor, position: Tensor, weights: Tensor) -> Tensor:
     """out[t] = sum over k of weights[t, k] * y[position[t, k]], without the k whose position is -1; one launch.
 
@@ -36,7 +41,7 @@ def weighted_sum(y: Tensor, position: Tensor, weights: Tensor) -> Tensor:
     hidden = y.shape[-1]
     out = torch.empty(num_rows, hidden, dtype=y.dtype, device=y.device)
     if num_rows:
-        block = min(2048, triton.next_power_of_2(hidden))
-        grid = (num_rows, triton.cdiv(hidden, block))
-        _weighted_sum_kernel[grid](y, position, weights.contiguous(), out, hidden, NUM_TOPK=num_topk, BLOCK=block)
+        block = min(2048, power_of_2(hidden))
+        grid = (num_rows, ceil_div(hidden, block), 1)
+        _weighted_sum(grid, y, position, weights.contiguous(), out, hidden, NUM_TOPK=num_topk, BLOCK=block)
     return out

@@ -1,8 +1,9 @@
-"""What every transport must do between GPUs; a program for torchrun: `torchrun ... -m tests.moe.gpu.conformance BACKEND`.
+"""What every transport must do between GPUs; a program for torchrun: `torchrun ... -m tests.moe.gpu.conformance
+BACKEND`.
 
-A program, not a case of the CPU suite's pool: a rank that hangs in a GPU kernel can only be ended with its process. The cases, the
-stand-in experts and what must come back are the CPU suite's. Prints one line a check; exits 1 at the first that fails.
-"""
+A program, not a case of the CPU suite's pool: a rank that hangs in a GPU kernel can only be ended with its process.
+The cases, the stand-in experts and what must come back are the CPU suite's. Prints one line a check; exits 1 at the
+first that fails."""
 
 from __future__ import annotations
 
@@ -124,7 +125,9 @@ def run_cases(bench: Bench) -> None:
 
 
 def run_in_flight(bench: Bench, driver: str, num_ubatches: int, num_rounds: int) -> None:
-    """Ubatches with their own patterns and sizes, dispatch delayed, freed memory poisoned: overlap == split, bit for bit."""
+    """Ubatches with their own patterns and sizes, dispatch delayed, freed memory poisoned: overlap == split, bit for
+    bit.
+    """
     base = Case(name="in flight", num_tokens=(40,) * bench.mesh.world_size, hidden=512, num_experts=8, num_topk=3)
     base = replace(base, dtype=torch.bfloat16)
     with bench.backend(base, 64) as all2all:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from moe.kernels.layout import dispatch_layout
 from moe.kernels.permute import make_permutation, padded_tiles
 
 
@@ -63,3 +64,16 @@ def test_padded_tiles(device):
     counts = torch.tensor([0, 5, 32, 17, 1], dtype=torch.int32, device=device)
     expected = [[1, 32, 37], [2, 64, 96], [2, 80, 96], [3, 96, 113], [3, 112, 113], [4, 128, 129]]
     assert spans_of(padded_tiles(counts, 32, block=16)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_topk", "num_experts", "num_ranks"), [(1, 1, 2, 2), (150, 8, 64, 4), (70, 3, 6, 3)]
+)
+def test_layout_counts_tokens_once_a_rank(num_rows, num_topk, num_experts, num_ranks, device):
+    ids = routing(num_rows, num_topk, num_experts, device)
+    per_rank, per_expert, in_rank = dispatch_layout(ids, num_experts, num_ranks)
+    share = num_experts // num_ranks
+    expected = torch.stack([((ids >= share * r) & (ids < share * (r + 1))).any(-1) for r in range(num_ranks)], -1)
+    assert torch.equal(in_rank, expected)
+    assert torch.equal(per_rank.long(), expected.sum(0))
+    assert torch.equal(per_expert.long(), torch.bincount(ids[ids >= 0], minlength=num_experts))

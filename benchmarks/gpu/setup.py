@@ -1,0 +1,323 @@
+"""What the GPU benchmarks share: random models made on the device, batches of equal prompts, arms, and timing.
+
+Timing: every round runs every arm once, in an order that is random and the same on all ranks; a time is the largest
+over the ranks, from a barrier to the end of the device's work; figures are medians with the 10th and 90th percentile.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbo.agreement import Agreement, Vote
+from dbo.config import DBOConfig
+from dbo.policy import make_policy
+from dbo.runner import UBatchRunner
+from dbo.slices import make_slices, split_batch
+from dbo.work import Comm, Work
+from launch.mesh import Mesh
+from moe.all2all.base import All2All, Capabilities, Dispatched, expert_range
+from moe.all2all.deepep_ht import DeepEPHighThroughput
+from moe.batch import ForwardBatch
+from moe.config import ModelConfig
+from moe.kv_cache import KVCache
+from moe.models.decoder import Model, declare_params
+from moe.models.registry import family_named
+from moe.sms import set_compute_sms, total_sms
+
+BLOCK = 16
+
+
+def random_model(config: ModelConfig, all2all: All2All, device: torch.device) -> Model:
+    """A model of this rank's random weights, made on the device: on a CPU it would take minutes."""
+    experts = expert_range(config.num_experts, all2all.ep_size, all2all.ep_rank)
+    params = {}
+    for name, param in declare_params(config, family_named(config.family), experts).items():
+        values = torch.empty(param.shape, dtype=config.dtype, device=device)
+        params[name] = values.fill_(1.0) if param.ones else values.normal_(std=0.02)
+    return Model(config, params, all2all)
+
+
+def prompts(config: ModelConfig, num_tokens: int, length: int, mesh: Mesh) -> tuple[ForwardBatch, KVCache]:
+    """A prefill of num_tokens // length whole prompts a rank, and a cache with room for it."""
+    num_requests, blocks = num_tokens // length, -(-length // BLOCK)
+    table = torch.arange(num_requests * blocks, dtype=torch.int32, device=mesh.device).view(num_requests, blocks)
+    positions = torch.arange(num_tokens, device=mesh.device) % length
+    request = torch.arange(num_tokens, device=mesh.device) // length
+    lens = np.full(num_requests, length, np.int32)
+    batch = ForwardBatch(
+        input_ids=torch.randint(config.vocab_size, (num_tokens,), device=mesh.device),
+        positions=positions,
+        slot_mapping=table[request, positions // BLOCK].long() * BLOCK + positions % BLOCK,
+        block_tables=table,
+        query_lens=lens,
+        seq_lens=lens,
+        num_tokens=num_tokens,
+        num_tokens_per_rank=(num_tokens,) * mesh.world_size,
+    )
+    return batch, KVCache(config, num_requests * blocks, BLOCK, config.dtype, mesh.device)
+
+
+def halves(batch: ForwardBatch, mesh: Mesh) -> list[ForwardBatch]:
+    """The two ubatches that the runtime would make of the batch."""
+    config = DBOConfig(overlap="on", decode_token_threshold=0, prefill_token_threshold=0)
+    agreement = Agreement(
+        mesh.agreement_group,
+        dp_rank=mesh.rank,
+        dp_size=mesh.world_size,
+        config=config,
+        policy=make_policy(config),
+        check=mesh.peers.check,
+    )
+    plan = agreement.agree(Vote(num_tokens=batch.num_tokens, num_tokens_padded=batch.num_tokens))
+    assert plan.should_ubatch, plan.explain()
+    return split_batch(batch, make_slices(plan, batch.query_lens, seq_lens=batch.seq_lens))
+
+
+def partition(all2all: DeepEPHighThroughput, num_sms: int, mode: str = "none") -> AbstractContextManager[Any]:
+    """`num_sms` for the all2all, and for compute, by mode: none = all; carve = the rest; pairs = as many again less,
+    so that each of DeepEP's clusters of two finds two free neighbours; green = the rest as a green context of whole
+    units of 8.
+    """
+    all2all.set_num_sms(num_sms)
+    total = total_sms(torch.cuda.current_device())
+    left = {"none": None, "carve": total - num_sms, "pairs": total - 2 * num_sms, "green": (total - num_sms) // 8 * 8}[
+        mode
+    ]
+    stack = ExitStack()
+    if left is not None:
+        stack.callback(set_compute_sms, set_compute_sms(left))
+    if mode == "green":
+        assert left is not None
+        stream, caller = green_stream(left)[1], torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        stack.callback(caller.wait_stream, stream)
+        stack.enter_context(torch.cuda.stream(stream))
+    return stack
+
+
+@functools.cache
+def green_stream(num_sms: int) -> tuple[Any, torch.cuda.Stream]:
+    """A stream whose kernels run on so many SMs, and the context that must outlive it."""
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
+    return context, context.Stream()
+
+
+# ------------------------------------------------------------------ compute alone, communication alone
+
+
+class Recorded:
+    """An `All2All` that once records what a transport delivers, layer after layer, and then delivers it without one."""
+
+    name, capabilities = "recorded", Capabilities()
+
+    def __init__(self, real: All2All, device: torch.device):
+        self.real, self.ep_rank, self.ep_size, self.num_experts = real, real.ep_rank, real.ep_size, real.num_experts
+        self._comm = Comm(device, own_stream=False)
+        self.messages: list[tuple[tuple[Any, ...], Dispatched, Tensor, Tensor]] = []
+        self._arguments: tuple[Any, ...] = ()
+        self._at, self.recording = 0, True
+
+    def dispatch(self, *arguments: Any) -> Work[Dispatched]:
+        if self.recording:
+            self._arguments = arguments
+            return self.real.dispatch(*arguments)
+        sent = self.messages[self._at][1]
+        return self._comm.start(lambda _: lambda: sent, label="dispatch")
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
+        if self.recording:
+            back = self.real.combine(y, sent).wait()
+            self.messages.append((self._arguments, sent, y, back))
+        else:
+            back = self.messages[self._at][3]
+            self._at = (self._at + 1) % len(self.messages)
+        return self._comm.start(lambda _: lambda: back, label="combine")
+
+    def close(self) -> None:
+        self.messages.clear()
+
+    def replay_messages(self) -> None:
+        """Every recorded message again, with nothing between."""
+        for arguments, _, y, _ in self.messages:
+            sent = self.real.dispatch(*arguments).wait()
+            self.real.combine(y, sent).wait()
+
+
+class Bare:
+    """DeepEP called as plainly as it can be, on the compute stream: what a step without any overlap machinery does."""
+
+    name, capabilities = "bare", Capabilities()
+
+    def __init__(self, real: DeepEPHighThroughput):
+        self.real, self.ep_rank, self.ep_size, self.num_experts = real, real.ep_rank, real.ep_size, real.num_experts
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens_per_rank: Any = None) -> Any:
+        buffer, (config, combine_config) = self.real._buffer, self.real._configs_of(self.real._num_sms)
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, self.num_experts)
+        bound = sum(num_tokens_per_rank)
+        received, idx, weights, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_worst_tokens=bound,
+            config=config,
+        )
+        return Done(
+            Dispatched(
+                x=received,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_tokens_per_expert=None,
+                handle=(handle, combine_config),
+                rows_per_expert=bound * topk_idx.shape[1] // self.num_experts,
+            )
+        )
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Any:
+        return Done(self.real._buffer.combine(y, sent.handle[0], config=sent.handle[1])[0])
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Done:
+    """A result that is there, in the shape of a `Work`."""
+
+    value: Any
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Switch:
+    """An `All2All` that hands each call to the one in force: a model's transport, exchanged between arms."""
+
+    name = "switch"
+
+    def __init__(self, current: Any):
+        self.current = current
+        self.capabilities = current.capabilities
+        self.ep_rank, self.ep_size, self.num_experts = current.ep_rank, current.ep_size, current.num_experts
+
+    def dispatch(self, *arguments: Any) -> Any:
+        return self.current.dispatch(*arguments)
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Any:
+        return self.current.combine(y, sent)
+
+    def close(self) -> None:
+        self.current.close()
+
+    @contextmanager
+    def using(self, other: Any) -> Iterator[None]:
+        before, self.current = self.current, other
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+# ------------------------------------------------------------------ arms and timing
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds over the rounds: of the call on the host, and until the device was done (largest over ranks)."""
+
+    host_ms: list[float]
+    total_ms: list[float]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.total_ms))
+
+    @property
+    def host(self) -> float:
+        return float(np.median(self.host_ms))
+
+    def figure(self, unit: str = "ms", scale: float = 1.0) -> dict[str, Any]:
+        low, middle, high = np.percentile(self.total_ms, (10, 50, 90)) * scale
+        return {"value": float(middle), "low": float(low), "high": float(high), "unit": unit}
+
+
+def time_arms(
+    arms: Mapping[str, Callable[[], object]], mesh: Mesh, *, rounds: int, warmup: int = 3
+) -> dict[str, Times]:
+    """Run every arm `warmup` times, then all of them in each of `rounds` rounds."""
+    for arm in arms.values():
+        for _ in range(warmup):
+            arm()
+    host: dict[str, list[float]] = {name: [] for name in arms}
+    total: dict[str, list[float]] = {name: [] for name in arms}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(arms), len(arms)):
+            torch.cuda.synchronize()
+            meet(mesh)
+            start = time.perf_counter()
+            arms[name]()
+            called = time.perf_counter()
+            torch.cuda.synchronize()
+            host[name].append((called - start) * 1e3)
+            total[name].append((time.perf_counter() - start) * 1e3)
+    found = {}
+    for name in arms:
+        times = torch.tensor([host[name], total[name]])
+        if mesh.world_size > 1:
+            torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX, group=mesh.agreement_group)
+        found[name] = Times(times[0].tolist(), times[1].tolist())
+    return found
+
+
+def meet(mesh: Mesh) -> None:
+    """Wait on the host until all ranks are here."""
+    if mesh.world_size > 1:
+        torch.distributed.all_reduce(torch.zeros(1), group=mesh.agreement_group)
+
+
+class Arms:
+    """The ways to run one batch: `whole`, and with two ubatches `split` and `overlap` by either driver."""
+
+    def __init__(self, model: Model, batch: ForwardBatch, kv: KVCache, mesh: Mesh, *, last_only: Tensor | None = None):
+        self.model, self.batch, self.kv, self.mesh, self._last = model, batch, kv, mesh, last_only
+        self.parts = halves(batch, mesh)
+        self.runners = {name: UBatchRunner(2, device=mesh.device, driver=name) for name in ("threads", "greenlet")}
+
+    def whole(self) -> Tensor:
+        return self._finish(self.model(self.batch, self.kv))
+
+    def split(self) -> Tensor:
+        return self._run("greenlet", interleave=False)
+
+    def overlap(self, driver: str) -> Tensor:
+        return self._run(driver, interleave=True)
+
+    def _run(self, driver: str, *, interleave: bool) -> Tensor:
+        runner = self.runners[driver]
+        return self._finish(
+            torch.cat(runner.run(lambda part: self.model(part, self.kv), self.parts, interleave=interleave))
+        )
+
+    def _finish(self, hidden: Tensor) -> Tensor:
+        return hidden if self._last is None else self.model.compute_logits(hidden[self._last])
+
+    def close(self) -> None:
+        for runner in self.runners.values():
+            runner.close()

@@ -1,0 +1,53 @@
+"""Launching a Triton kernel at a third of the host's time.
+
+Its own file because it is the one place that knows what Triton specialises a kernel on. `kernel[grid](...)` finds its
+compiled form by inspecting every argument in Python, which takes longer than the launch; a layer has ten launches and
+the host's time decides below some ten thousand tokens. `Launcher` looks the compiled form up by what the form depends
+on, no more: types, the alignment of pointers, and whether a number is 1 or a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+
+class Launcher:
+    """A Triton kernel (`triton.jit`), compiled or interpreted. Compile-time parameters come last in its signature."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        *arguments: Tensor | int | float | Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        **constants: float,
+    ) -> None:
+        """Enqueue the kernel on the current stream; `constants` in the order of the signature."""
+        key = (*map(_kind, arguments), *constants.values(), num_warps, num_stages)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments, *constants.values())
+            return
+        if list(constants) != self._kernel.arg_names[len(arguments) :]:
+            raise TypeError(f"{self._kernel.__name__} takes {self._kernel.arg_names}, in this order")
+        made = self._kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+        if isinstance(made, CompiledKernel):
+            self._compiled[key] = made
+
+
+def _kind(argument: Any) -> Any:
+    """What of an argument a compiled form depends on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.get_device(), argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
+    if isinstance(argument, float):
+        return float
+    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
