@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +27,7 @@ from launch.log import set_up_logging
 from launch.mesh import Mesh
 from launch.output import Row, RowCollector, RowPoster, answer_row
 from launch.prepare import Job, make_requests, read_job
-from launch.scheduler import Request
+from launch.scheduler import Request, fit_cache
 from launch.session import (
     banner,
     dbo_config,
@@ -51,7 +51,8 @@ def run(options: GenerateOptions) -> int:
         codec = together(mesh, "tokenizer", lambda: TextCodec.read(Path(options.model)))
         job = read_job(options, mesh)
         requests, refused = make_requests(job, options, resolved.model, resolved.limits, codec, mesh)
-        engine = load_engine(options, resolved, mesh, model=Path(options.model))
+        fitted = replace(resolved, limits=fit_cache(resolved.limits, requests))
+        engine = load_engine(options, fitted, mesh, model=Path(options.model))
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)

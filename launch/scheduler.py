@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
@@ -154,6 +154,13 @@ class Schedule:
     def sampling(self) -> list[Chunk]:
         """The chunks that sample a token, in order."""
         return [chunk for chunk in self.chunks if chunk.samples]
+
+
+def fit_cache(limits: Limits, requests: Sequence[Request]) -> Limits:
+    """`limits` with no more blocks than these requests can ever hold at once: the rest of the memory stays free."""
+    lengths = (min(len(r.prompt_ids) + r.params.max_new_tokens, limits.max_model_len) for r in requests)
+    blocks = sorted((-(-length // limits.block_size) for length in lengths), reverse=True)
+    return replace(limits, num_blocks=max(1, min(limits.num_blocks, sum(blocks[: limits.max_num_seqs]))))
 
 
 class Scheduler:

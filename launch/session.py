@@ -179,8 +179,8 @@ def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[s
     return [
         f"{mesh.world_size} rank{'s'[: mesh.world_size > 1]}, {mesh.device.type}, {resolved.model.family} {dtype}, "
         f"all2all {engine.all2all.name}, torch {torch.__version__}",
-        f"KV cache {limits.num_blocks} blocks of {limits.block_size} tokens, at most {limits.max_num_seqs} requests "
-        f"and {limits.max_num_tokens} tokens a step, {room} tokens a request",
+        f"KV cache of up to {limits.num_blocks} blocks of {limits.block_size} tokens, here {engine.limits.num_blocks}; "
+        f"at most {limits.max_num_seqs} requests and {limits.max_num_tokens} tokens a step, {room} tokens a request",
         *([f"requested -> effective: {', '.join(changed)}"] if changed else []),
         _overlap_line(resolved.dbo, mesh.world_size),
     ]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.sampling import SamplingParams
-from launch.scheduler import Limits, Request, Schedule, Scheduler
+from launch.scheduler import Limits, Request, Schedule, Scheduler, fit_cache
 
 
 def limits(**changes: int) -> Limits:
@@ -124,6 +124,20 @@ def test_the_longest_prompt_that_fits_runs():
     r = request(0, 12, 5)
     run(Scheduler(bounds), [r])
     assert len(r.output_ids) == 1
+
+
+def test_a_fitted_cache_never_preempts_and_changes_nothing():
+    bounds = limits(num_blocks=1000, max_num_seqs=3)
+    for num_new in (1, 9, 100):
+        requests, same = ([request(i, 3 + 5 * i, num_new) for i in range(6)] for _ in range(2))
+        fitted = fit_cache(bounds, requests)
+        assert fitted.num_blocks <= 3 * 16
+        scheduler = Scheduler(fitted)
+        assert run(scheduler, requests) == run(Scheduler(bounds), same)
+        assert [r.output_ids for r in requests] == [r.output_ids for r in same]
+        assert scheduler.num_preemptions == 0
+    assert fit_cache(limits(num_blocks=2), [request(0, 60)]).num_blocks == 2
+    assert fit_cache(limits(), []).num_blocks == 1
 
 
 workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans()), min_size=1, max_size=8)
