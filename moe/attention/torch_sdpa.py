@@ -1,6 +1,6 @@
 """Attention over paged blocks with torch's own `scaled_dot_product_attention`, on any device.
 
-Requests with one new token are gathered into a few calls, each of similar lengths and bounded memory; each of the
+Requests with one new token are gathered into one call, or a few of less unlike lengths or bounded memory; each of the
 others gets its own call. Grouped queries never repeat a key: the query heads of a group become query rows (one new
 token) or share their key head through a stride of zero.
 """
@@ -22,6 +22,7 @@ from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.kv_cache import KVCache
 
+MAX_RATIO = 16  # of the longest request in a call for single tokens to the shortest
 MAX_GATHERED_SLOTS = 1 << 16  # of one call for single tokens: bounds the copy of keys and values
 
 
@@ -83,11 +84,8 @@ class TorchAttention:
             else:
                 seen = (k[part.rows], v[part.rows])
                 if part.blocks is not None:
-                    seen = (
-                        _gather(keys, part.blocks)[0, : part.length],
-                        _gather(values, part.blocks)[0, : part.length],
-                    )
-                self._attend_chunk(part, q[part.rows], *seen, out[part.rows])
+                    seen = (_gather(keys, part.blocks)[0], _gather(values, part.blocks)[0])
+                self._attend_chunk(part, q[part.rows], *(t[: part.length] for t in seen), out[part.rows])
 
     def _attend_singles(self, part: _Singles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [n, num_heads, head_dim], keys and values [n, length, num_kv_heads, head_dim] -> like q."""
@@ -157,12 +155,12 @@ def _gather(stored: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _groups(lens: IntArray) -> Iterator[tuple[int, int]]:
-    """Ranges of ascending lengths: within one the longest is at most twice the shortest, and padding stays bounded."""
+    """Ranges of ascending lengths that share a call: a call costs more than padding, until padding is most of it."""
     first = 0
     for last in range(1, len(lens) + 1):
         if last < len(lens):
             length = int(lens[last])
-            fits = length <= 2 * lens[first] and length * (last + 1 - first) <= MAX_GATHERED_SLOTS
+            fits = length <= MAX_RATIO * lens[first] and length * (last + 1 - first) <= MAX_GATHERED_SLOTS
             if fits:
                 continue
         yield first, last

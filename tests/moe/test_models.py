@@ -145,7 +145,7 @@ def test_many_lengths_in_one_decode(checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints("qwen3")
     model = load(checkpoint.path)
     kv = make_kv(model.config)
-    ends = [22, 0, 39, 6]
+    ends = [22, 0, 39, 6]  # 40 tokens and 1 do not share a call
     model(make_batch(checkpoint.ids, [(r, 0, end) for r, end in enumerate(ends) if end]), kv)
     chunks = [(r, end, end + 1) for r, end in enumerate(ends)]
     check(checkpoint, model(make_batch(checkpoint.ids, chunks), kv), model, chunks)
