@@ -85,7 +85,7 @@ class TorchAttention:
                 seen = (k[part.rows], v[part.rows])
                 if part.blocks is not None:
                     seen = (_gather(keys, part.blocks)[0], _gather(values, part.blocks)[0])
-                self._attend_chunk(part, q[part.rows], *(t[: part.length] for t in seen), out[part.rows])
+                self._attend_chunk(part, q[part.rows], seen[0][: part.length], seen[1][: part.length], out[part.rows])
 
     def _attend_singles(self, part: _Singles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [n, num_heads, head_dim], keys and values [n, length, num_kv_heads, head_dim] -> like q."""
