@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, answered even while the main thread waits inside C++.
+"""SIGINT, SIGUSR1 and SIGTERM, answered even while the main thread waits inside C++.
 
 A file of its own because it is the only code that touches signal set-up. Python's handlers run in the main thread,
 between two of its instructions: not while it sits in a collective. The descriptor given to `signal.set_wakeup_fd` is
@@ -6,6 +6,7 @@ written at once, so a thread that reads it can report, flush and end the process
 
     SIGINT    the first asks for a clean end: `finish_requested` turns true, the program looks at it between steps
               the second ends the process at once
+    SIGUSR1   asks for a clean end too, as often as it comes: schedulers send it before they take the nodes away
     SIGTERM   ends the process; launchers send it when another rank died, so the thread first asks why
 
 Invariants: `close` restores handlers and descriptor exactly and leaves no thread; nothing waits without limit.
@@ -26,7 +27,7 @@ FLUSH_LIMIT_S = 5.0
 
 
 class Signals:
-    """Answers SIGINT and SIGTERM from creation to `close`. Both must run in the main thread.
+    """Answers them from creation to `close`. Both must run in the main thread.
 
     name: who is speaking, for the messages on standard error, e.g. `"rank 3"`.
     why: asked on SIGTERM, in the reporting thread; may take a second. Returns what is known to have failed elsewhere
@@ -43,7 +44,8 @@ class Signals:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # A signal reaches the descriptor only if it has a handler in Python; what that does is up to the thread.
-        self._handlers_before = {n: signal.signal(n, _ignore) for n in (signal.SIGINT, signal.SIGTERM)}
+        answered = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+        self._handlers_before = {n: signal.signal(n, _ignore) for n in answered}
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
 
@@ -68,6 +70,9 @@ class Signals:
                     self._terminate()
                 elif number == signal.SIGINT:
                     self._interrupt()
+                elif number == signal.SIGUSR1:
+                    self.finish_requested = True
+                    self._say("told by SIGUSR1 to end, finishing this step")
 
     def _interrupt(self) -> None:
         if self.finish_requested:

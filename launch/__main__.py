@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "generate": (_generate, "Answer the prompts of a file."),
     "ab": (_ab, "Compare overlap off and on, with statistics."),
+    "slurm": (lambda: cli.imported("launch.slurm_command:slurm_command"), "Run a command as a Slurm job."),
 }
 
 

@@ -7,7 +7,7 @@ none: a process alone is a mesh of one rank) and that opens and closes what rank
     agreement_group    gloo, for the one small all-reduce of a step
     device_group       for the all2all: NCCL on CUDA, gloo on the CPU; never the one above, they run at the same time
     peers              who is still there; ends blocked collectives of both groups when somebody is not
-    signals            SIGINT and SIGTERM
+    signals            SIGINT, SIGUSR1 and SIGTERM
 
 Invariants: there is no default process group, nothing is shared with other users of `torch.distributed` in the
 process; groups live under the prefix of their generation, so `renew` leaves nothing of a failed step behind; `close`

@@ -77,7 +77,7 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
     process.wait(timeout=30)
 
 
-def _rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if p)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
     return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **extra}
@@ -113,7 +113,7 @@ class RankCommand:
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, *address, *launcher_args, *argv],
-                env=_rank_environment(env or {}),
+                env=rank_environment(env or {}),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -229,7 +229,7 @@ class _Started:
         """What every thread of every rank is doing."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR2)
         time.sleep(0.5)  # the ranks write their stacks
         files = sorted(Path(self.files.name).glob("stacks*"))
         return "\n".join(f"--- {file.name}\n{file.read_text()[-5000:]}" for file in files)
@@ -378,7 +378,7 @@ def main(address: str) -> None:
 
     rank = int(os.environ["RANK"])
     stacks = Path(address).with_name(f"stacks of rank {rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     connection = Client(address, "AF_UNIX")
     connection.send((rank, os.getpid()))
     cases: queue.SimpleQueue[Any] = queue.SimpleQueue()
