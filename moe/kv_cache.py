@@ -7,6 +7,9 @@ wrote), because attention reads whole blocks and masks afterwards, and 0 times N
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,18 +31,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate `num_blocks` usable blocks, zeroed."""
+        """Allocate `num_blocks` usable blocks, zeroed; on the CPU a block costs memory once it is written."""
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
-        self.num_layers, self.dtype = config.num_layers, dtype
-        self._memory = torch.zeros(
-            config.num_layers,
-            2,
-            (num_blocks + 1) * block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        self.num_layers = config.num_layers
+        num_slots = (num_blocks + 1) * block_size
+        shape = (config.num_layers, 2, num_slots, config.num_kv_heads, config.head_dim)
+        self._memory = _zeros(shape, dtype, torch.device(device))
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -55,3 +52,10 @@ class KVCache:
         """Store keys and values [T, num_kv_heads, head_dim] of layer `index` at `slots` [T] int64; -1 = nowhere."""
         for stored, new in zip(self.layer(index), (keys, values), strict=True):
             stored[slots] = new
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, but on the CPU from memory that the system zeroes page by page when it is first touched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
