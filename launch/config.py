@@ -92,8 +92,8 @@ class EngineOptions(Options):
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy: seeded random weights, the same for any number of ranks; only config.json is read."
     )
-    all2all: Literal["auto", "local", "torch"] = option(
-        "auto", "How tokens reach their experts; auto: local on one rank, torch (gloo or NCCL) on several."
+    all2all: Literal["auto", "local", "torch", "deepep", "deepep_ht", "deepep_ll"] = option(
+        "auto", "How tokens reach their experts; auto: local on one rank, deepep if it can, else torch (gloo, NCCL)."
     )
     overlap: Literal["off", "on"] = option("off", "Run steps as interleaved ubatches where all ranks agree to.")
     num_ubatches: int = option(2, "Ubatches a step is cut into.", check=at_least(2))
@@ -163,6 +163,20 @@ class ABOptions(EngineOptions):
     warmup: int = option(2, "Rounds before those, not counted.", check=at_least(0))
     max_new_tokens: int = option(16, "Tokens to generate for a prompt of a file that does not say.", check=at_least(1))
     overlap: Literal["off", "on"] = "on"  # the arms decide, so it is no option here
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Options):
+    """`doctor`: what works between these ranks."""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "What to examine; auto takes CUDA where there is one.")
+    timeout_per_check: float | None = option(
+        None, "Seconds for each check, instead of its own limit.", check=at_least(0.1), metavar="SECONDS"
+    )
+    expect_interface: str | None = option(
+        None, "Network interface that every rank should use; another one is a failure.", metavar="NAME"
+    )
+    json: bool = option(False, "Print one JSON object on standard output instead of tables.")
 
 
 def specs(options: type[Options]) -> dict[str, OptionSpec]:

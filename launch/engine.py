@@ -40,6 +40,7 @@ from moe.all2all.base import All2All
 from moe.batch import ForwardBatch
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
+from moe.sms import make_partition
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -263,7 +264,8 @@ class Engine:
             return self.model(batch, self.kv)[: schedule.num_tokens]
         slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
         parts = split_batch(batch, slices)
-        hidden = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
+        with make_partition(self.all2all, dbo.comm_sms, self.mesh.device):
+            hidden = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
         return torch.cat([h[: s.num_tokens] for h, s in zip(hidden, slices, strict=True)])
 
     def read(self, tensor: Tensor) -> list[int]:

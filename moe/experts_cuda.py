@@ -54,5 +54,5 @@ class CudaExperts:
 
 
 def _tile(rows_per_expert: int) -> int:
-    """Rows a tile: the smallest that holds an expert's rows, as a tile that is half empty costs as much as a full one."""
+    """Rows a tile: the smallest that holds an expert's rows; a half empty tile costs as much as a full one."""
     return next((tile for tile in _TILES if tile >= rows_per_expert), _TILES[-1])

@@ -1,14 +1,27 @@
-"""How many multiprocessors compute kernels may use: one setting, read by everything that computes.
+"""How many multiprocessors compute kernels may use, and the partition between them and the all2all.
 
-Its own file because the setting is torch's (its carve-out for cuBLASLt and grouped products), and both the partition that sets it
-and the Triton kernels that size their grids by it must mean the same number. Nothing is stored here.
+Its own file because the settings are torch's: its carve-out (cuBLASLt, grouped products; the Triton kernels here size
+their grids by it, so that there is one number) and green contexts, streams whose kernels run on a fixed set of SMs.
+
+Which of the two: the carve-out leaves the right number of SMs free but not which, and DeepEP launches clusters of two
+neighbours, which wait where the free SMs are single ones; every other kernel still spreads over all SMs. A green
+context leaves whole units of 8, so it costs compute a few SMs more. Measured on an H200 (benchmarks/results), it wins
+while the all2all has few SMs and loses where compute is the longer lane.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+
+from dbo.sm_partition import Setter, SMPartition
+from moe.all2all.base import All2All
+
+GREEN_BELOW = 16  # SMs of the all2all
+_UNIT = 8  # SMs in which a green context is cut
 
 
 @functools.cache
@@ -18,7 +31,7 @@ def total_sms(device_index: int) -> int:
 
 
 def compute_sms(device: torch.device) -> int:
-    """Multiprocessors that a compute kernel may fill now; programs of a small grid on the CPU (Triton's interpreter)."""
+    """Multiprocessors that a compute kernel may fill now; on the CPU a small number, for Triton's interpreter."""
     if device.type != "cuda":
         return 4
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -26,8 +39,63 @@ def compute_sms(device: torch.device) -> int:
 
 
 def set_compute_sms(num_sms: int | None) -> int | None:
-    """A `dbo.sm_partition.Setter`: leave `num_sms` of the current device to compute (None = all); returns what was in force."""
+    """A `dbo.sm_partition.Setter`: leave `num_sms` of the current device to compute (None = all); returns what was in
+    force.
+    """
     total = total_sms(torch.cuda.current_device())
     carved = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(None if num_sms is None or num_sms >= total else total - num_sms)
     return None if carved is None else total - carved
+
+
+class GreenStream:
+    """A `dbo.sm_partition.Setter`: while a number is in force the current stream is one that has so many SMs, in whole
+    units of 8, to itself; what ran before on the caller's stream is waited for, and the other way round at the end.
+    """
+
+    def __init__(self) -> None:
+        self._num_sms: int | None = None
+        self._caller: torch.cuda.Stream | None = None
+        self._streams: dict[int, tuple[Any, torch.cuda.Stream]] = {}  # with the contexts, which must outlive them
+
+    def __call__(self, num_sms: int | None) -> int | None:
+        """Put `num_sms` (None = the caller's own stream) into force; gives what was."""
+        before, self._num_sms = self._num_sms, num_sms
+        current = torch.cuda.current_stream()
+        if before is None:
+            self._caller = current
+        chosen = self._caller if num_sms is None else self._stream(num_sms // _UNIT * _UNIT)
+        if chosen is not None and chosen != current:
+            chosen.wait_stream(current)
+            torch.cuda.set_stream(chosen)
+        return before
+
+    def _stream(self, num_sms: int) -> torch.cuda.Stream:
+        if num_sms not in self._streams:
+            from torch.cuda.green_contexts import GreenContext
+
+            context: Any = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
+            self._streams[num_sms] = context, context.Stream()
+        return self._streams[num_sms][1]
+
+
+@functools.cache
+def _green_stream() -> GreenStream:
+    """The process's one: making a green context takes milliseconds."""
+    return GreenStream()
+
+
+def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
+    """What to enter around a run of ubatches: `comm_sms` for the all2all, the rest for compute; nothing where the
+    all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
+    """
+    set_comm_sms: Setter | None = getattr(all2all, "set_num_sms", None)
+    if set_comm_sms is None or device.type != "cuda":
+        return nullcontext()
+    return SMPartition(
+        comm_sms=comm_sms,
+        total_sms=total_sms(torch.cuda.current_device()),
+        set_comm_sms=set_comm_sms,
+        set_compute_sms=[set_compute_sms, _green_stream()] if comm_sms < GREEN_BELOW else set_compute_sms,
+        multiple_of=2,
+    )

@@ -6,11 +6,10 @@ over the ranks, from a barrier to the end of the device's work; figures are medi
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from dbo.config import DBOConfig
 from dbo.policy import make_policy
 from dbo.runner import UBatchRunner
 from dbo.slices import make_slices, split_batch
+from dbo.sm_partition import SMPartition
 from dbo.work import Comm, Work
 from launch.mesh import Mesh
 from moe.all2all.base import All2All, Capabilities, Dispatched, expert_range
@@ -32,7 +32,7 @@ from moe.config import ModelConfig
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model, declare_params
 from moe.models.registry import family_named
-from moe.sms import set_compute_sms, total_sms
+from moe.sms import GreenStream, set_compute_sms, total_sms
 
 BLOCK = 16
 
@@ -83,35 +83,21 @@ def halves(batch: ForwardBatch, mesh: Mesh) -> list[ForwardBatch]:
     return split_batch(batch, make_slices(plan, batch.query_lens, seq_lens=batch.seq_lens))
 
 
-def partition(all2all: DeepEPHighThroughput, num_sms: int, mode: str = "none") -> AbstractContextManager[Any]:
-    """`num_sms` for the all2all, and for compute, by mode: none = all; carve = the rest; pairs = as many again less,
-    so that each of DeepEP's clusters of two finds two free neighbours; green = the rest as a green context of whole
-    units of 8.
-    """
-    all2all.set_num_sms(num_sms)
-    total = total_sms(torch.cuda.current_device())
-    left = {"none": None, "carve": total - num_sms, "pairs": total - 2 * num_sms, "green": (total - num_sms) // 8 * 8}[
-        mode
-    ]
-    stack = ExitStack()
-    if left is not None:
-        stack.callback(set_compute_sms, set_compute_sms(left))
-    if mode == "green":
-        assert left is not None
-        stream, caller = green_stream(left)[1], torch.cuda.current_stream()
-        stream.wait_stream(caller)
-        stack.callback(caller.wait_stream, stream)
-        stack.enter_context(torch.cuda.stream(stream))
-    return stack
+def partition(all2all: DeepEPHighThroughput, num_sms: int, mode: str = "none") -> AbstractContextManager[object]:
+    """`num_sms` for the all2all; for compute, by mode: none = all, carve = the rest, green = the rest by `GREEN`."""
+    if mode == "none":
+        all2all.set_num_sms(num_sms)
+        return nullcontext()
+    return SMPartition(
+        comm_sms=num_sms,
+        total_sms=total_sms(torch.cuda.current_device()),
+        set_comm_sms=all2all.set_num_sms,
+        set_compute_sms=[set_compute_sms, GREEN] if mode == "green" else set_compute_sms,
+        multiple_of=2,
+    )
 
 
-@functools.cache
-def green_stream(num_sms: int) -> tuple[Any, torch.cuda.Stream]:
-    """A stream whose kernels run on so many SMs, and the context that must outlive it."""
-    from torch.cuda.green_contexts import GreenContext
-
-    context = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
-    return context, context.Stream()
+GREEN = GreenStream()
 
 
 # ------------------------------------------------------------------ compute alone, communication alone

@@ -53,7 +53,7 @@ _layout = Launcher(_layout_kernel)
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens for each rank [num_ranks] and choices of each expert [num_experts], int32; who goes where [n, num_ranks] bool.
+    """Tokens for each rank [num_ranks], choices of each expert [num_experts], int32; who goes where, [n, num_ranks].
 
     topk_idx [n, num_topk] int64, contiguous, -1 = not routed; num_experts a multiple of num_ranks; two launches.
     """

@@ -23,6 +23,7 @@ from launch.mesh import Mesh
 from moe.all2all.base import All2All, Dispatched
 from moe.all2all.deepep_ht import DeepEPHighThroughput
 from moe.all2all.deepep_ll import DeepEPLowLatency
+from moe.all2all.deepep_phases import DeepEPByPhase
 from moe.all2all.self_test import self_test
 from moe.all2all.torch_dist import TorchAll2All
 from tests.moe.cases import Case, Inputs, cases, check_received, expected, make_inputs, scale, tolerance
@@ -32,6 +33,7 @@ BACKENDS: dict[str, Callable[..., All2All]] = {
     "torch": TorchAll2All,
     "deepep_ht": DeepEPHighThroughput,
     "deepep_ll": DeepEPLowLatency,
+    "deepep": DeepEPByPhase,
 }
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.multigpu
         ("deepep_ht", "sync"),
         ("deepep_ll", None),
         ("deepep_ll", "fp8"),
+        ("deepep", None),
     ],
 )
 def test_conformance(backend: str, option: str | None) -> None:

@@ -1,0 +1,76 @@
+"""DeepEP by phase: large batches over the normal kernels, small ones over the low-latency kernels, in one run.
+
+Its own file because it is only the choice. Invariant: which kernels carry a batch follows from numbers that all ranks
+share, so they choose alike; what was sent one way comes back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbo.work import Work
+from moe.all2all.base import Capabilities, Dispatched, ExpertShape
+from moe.all2all.deepep_ht import DeepEPHighThroughput
+from moe.all2all.deepep_ll import DeepEPLowLatency
+
+SMALL = 256  # tokens of a rank, at most, that go over the low-latency kernels
+
+
+class DeepEPByPhase:
+    """Both of DeepEP's transports behind one; see them for what they refuse."""
+
+    name = "deepep"
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        config: ExpertShape,
+        max_tokens_per_rank: int,
+        check: Callable[[], None] | None = None,
+    ):
+        self._small = min(SMALL, max_tokens_per_rank)
+        self._low_latency = DeepEPLowLatency(
+            group=group, device=device, config=config, max_tokens_per_rank=self._small, check=check
+        )
+        self._normal = DeepEPHighThroughput(
+            group=group, device=device, config=config, max_tokens_per_rank=max_tokens_per_rank, check=check
+        )
+        self.ep_rank, self.ep_size, self.num_experts = (
+            self._normal.ep_rank,
+            self._normal.ep_size,
+            self._normal.num_experts,
+        )
+        self.capabilities = Capabilities(
+            max_in_flight=self._low_latency.capabilities.max_in_flight,
+            order=self._normal.capabilities.order,
+            capturable=self._normal.capabilities.capturable,
+        )
+        self.set_num_sms = self._normal.set_num_sms
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_tokens_per_rank: Sequence[int] | None = None,
+    ) -> Work[Dispatched]:
+        """See `All2All.dispatch`. Without `num_tokens_per_rank` the normal kernels carry the batch."""
+        # x has more rows than its rank has tokens only where all ranks are padded to one size: the choice is shared.
+        small = num_tokens_per_rank is not None and max(*num_tokens_per_rank, x.shape[0]) <= self._small
+        chosen = self._low_latency if small else self._normal
+        return chosen.dispatch(x, topk_idx, topk_weights, num_tokens_per_rank)
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
+        """See `All2All.combine`."""
+        return (self._low_latency if sent.topk_idx is None else self._normal).combine(y, sent)
+
+    def close(self) -> None:
+        """Collective: gives back both buffers."""
+        self._normal.close()
+        self._low_latency.close()
