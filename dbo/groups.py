@@ -35,20 +35,22 @@ class AbortableGroup:
     abort: Callable[[], None]
 
 
-def make_group(store: Store, rank: int, world_size: int, device: torch.device) -> AbortableGroup:
+def make_group(
+    store: Store, rank: int, world_size: int, device: torch.device, *, connect_limit_s: float = CONNECT_LIMIT_S
+) -> AbortableGroup:
     """A group over all ranks: gloo for a CPU device, NCCL for a CUDA device. Blocks until every rank is connected.
 
     `store` must be fresh (a prefix that no group used before) and the same on every rank. Raises what torch raises
-    when a rank does not come within `CONNECT_LIMIT_S`.
+    when a rank does not come within `connect_limit_s` (of gloo; NCCL has limits of its own).
     """
     if device.type == "cuda":
         return _make_nccl(store, rank, world_size, device)
-    return _make_gloo(store, rank, world_size)
+    return _make_gloo(store, rank, world_size, connect_limit_s)
 
 
-def _make_gloo(store: Store, rank: int, world_size: int) -> AbortableGroup:
+def _make_gloo(store: Store, rank: int, world_size: int, connect_limit_s: float) -> AbortableGroup:
     before = _open_connections()
-    gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=CONNECT_LIMIT_S))
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=connect_limit_s))
     connections = _open_connections() - before
     gloo._set_default_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
     group = dist.ProcessGroup(store, rank, world_size)

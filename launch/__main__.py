@@ -8,7 +8,7 @@ from importlib import metadata
 import click
 
 from launch import cli
-from launch.config import ABOptions, GenerateOptions
+from launch.config import ABOptions, DoctorOptions, GenerateOptions
 
 
 def _generate() -> click.Command:
@@ -16,6 +16,13 @@ def _generate() -> click.Command:
         return int(cli.imported("launch.generate:run")(options))  # torch is imported once the options are fine
 
     return cli.command("generate", GenerateOptions, run, help="Answer the prompts of a file. Start it under torchrun.")
+
+
+def _doctor() -> click.Command:
+    def run(options: DoctorOptions) -> int:
+        return int(cli.imported("launch.doctor.run:run")(options))
+
+    return cli.command("doctor", DoctorOptions, run, help="Examine the ranks and what connects them, under torchrun.")
 
 
 def _ab() -> click.Command:
@@ -31,6 +38,7 @@ COMMANDS = {
         "Turn a dense checkpoint into a mixture of experts.",
     ),
     "generate": (_generate, "Answer the prompts of a file."),
+    "doctor": (_doctor, "Find what does not work between these ranks."),
     "ab": (_ab, "Compare overlap off and on, with statistics."),
     "slurm": (lambda: cli.imported("launch.slurm_command:slurm_command"), "Run a command as a Slurm job."),
 }

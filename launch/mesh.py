@@ -162,10 +162,10 @@ class Mesh:
         self._keeps_store = place is not None and self.rank == 0 and not place.launcher_keeps_store
         self._groups: list[AbortableGroup] = []
         prefix += f"/attempt{place.attempt}" if place else ""
-        root = HashStore() if place is None else _connect(place, limit_s, keeps=self._keeps_store)
+        root = HashStore() if place is None else connect_store(place, limit_s, keeps=self._keeps_store)
         self.store = PrefixStore(f"{prefix}/run", root)
         self.peers = Peers(
-            PrefixStore(f"{prefix}/peers", root if place is None else _connect(place, limit_s)),
+            PrefixStore(f"{prefix}/peers", root if place is None else connect_store(place, limit_s)),
             rank=self.rank,
             world_size=self.world_size,
             host=self.node,
@@ -268,7 +268,9 @@ class Mesh:
             time.sleep(0.02)
 
 
-def _connect(place: Place, limit_s: float, *, keeps: bool = False) -> TCPStore:
+def connect_store(place: Place, limit_s: float, *, keeps: bool = False) -> TCPStore:
+    """A client of the job's store, which lives in the launcher or, with `keeps`, in this process. Raises
+    RendezvousError."""
     try:
         return TCPStore(
             place.address,
