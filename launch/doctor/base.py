@@ -75,9 +75,12 @@ class Site:
         """Put a JSON value into the store."""
         self.store.set(key, json.dumps(value))
 
-    def ask(self, key: str) -> Any:
-        """The JSON value that some rank tells; waits until the deadline. Raises RuntimeError or TimeoutError."""
-        return ask(self.store, key, self.left_s())
+    def ask(self, key: str, share: float = 1.0) -> Any:
+        """The JSON value that some rank tells; waits for at most a share of what is left until the deadline.
+
+        Raises RuntimeError or TimeoutError when it does not come.
+        """
+        return ask(self.store, key, share * self.left_s())
 
 
 def ask(store: Store, key: str, limit_s: float) -> Any:

@@ -61,9 +61,9 @@ def gather_clock(site: Site) -> Facts:
 
 def _serve_time(site: Site) -> None:
     for other in site.others:
-        with contextlib.suppress(RuntimeError):  # that rank does not ask, and its own outcome says so
+        with contextlib.suppress(RuntimeError, TimeoutError):  # that rank does not ask, and its own outcome says so
             for number in range(_CLOCK_EXCHANGES):
-                site.ask(f"clock/ask/{other}/{number}")
+                site.ask(f"clock/ask/{other}/{number}", share=0.5)  # the ranks behind it get their turn
                 site.tell(f"clock/say/{other}/{number}", site.now())
 
 
@@ -99,6 +99,7 @@ def gather_reach(site: Site) -> Facts:
     address, _ = gloo_address(os.environ, interfaces(), socket.gethostname())
     if not address:
         site.tell(f"reach/at/{site.rank}", None)
+        site.tell(f"reach/done/{site.rank}", None)
         return {"at": None, "to": dict.fromkeys(map(str, site.others))}
     with listen(address) as server:
         threading.Thread(target=_answer, args=(server, site.rank), daemon=True).start()
@@ -123,7 +124,10 @@ def _answer(server: socket.socket, rank: int) -> None:
 
 
 def _reach(site: Site, other: int) -> str | None:
-    at = site.ask(f"reach/at/{other}")
+    try:
+        at = site.ask(f"reach/at/{other}", share=0.7)
+    except (RuntimeError, TimeoutError):
+        return "it did not say where it listens"
     if at is None:
         return None
     where = f"{at[0]}:{at[1]}"
