@@ -20,9 +20,11 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import Literal, TypeVar, cast
@@ -93,10 +95,10 @@ class Step:
     def fail(self, error: BaseException, where: str) -> None:
         """Keep the first error and say where it happened; what comes after it is a consequence."""
         if self.error is None:
-            error.add_note(where)
             self.error = error
+            _add_note(error, where)
         elif not isinstance(error, UBatchCancelled):
-            self.error.add_note(f"while stopping: {where}: {error!r}")
+            _add_note(self.error, f"while stopping: {where}: {_describe(error)}")
 
     def leave(self, index: int) -> int | None:
         """Take a ubatch that ended out of the rotation; return who goes on, None after the last one."""
@@ -138,7 +140,7 @@ class UBatchRunner:
             raise ConfigError("num_ubatches", num_ubatches, "at least 1")
         if driver not in _DRIVERS:
             raise ConfigError("driver", driver, " or ".join(_DRIVERS))
-        if step_timeout_s < 0:
+        if not (math.isfinite(step_timeout_s) and step_timeout_s >= 0):
             raise ConfigError("step_timeout_s", step_timeout_s, "seconds, 0 = no limit")
         self.num_ubatches = num_ubatches
         self._device = torch.device(device)
@@ -160,27 +162,32 @@ class UBatchRunner:
         `fn` sees the caller's thread-local state: device, current stream, grad and inference mode, autocast, default
         device, context variables. With `interleave=False` the ubatches run one after another, through the same code and
         to the same bits. Raises the first error of any ubatch, with a note that says where it happened; `StepTimeout`
-        past the limit; `DBOError` for a run inside a run, or after a step whose ubatch never came back.
+        past the limit; `DBOError` for a run inside a run, one at the same time as another, or one after a step whose
+        ubatch never came back.
         """
         num, step, contexts = len(items), self._step, self._contexts
         if not 1 <= num <= self.num_ubatches:
             raise ConfigError("items", num, f"1 to {self.num_ubatches}", "make a runner with a larger num_ubatches")
-        self._refuse_if_not_idle()
-        results: list[T | None] = [None] * num
-        variables = [copy_context() for _ in range(num)]
-        state, foreign = self._caller_state(), self._driver.own_threads
-
-        def body(k: int) -> int | None:
-            try:
-                if step.error is None:
-                    with state.applied() if foreign and not state.exact() else state:
-                        results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k])
-            except BaseException as error:
-                step.fail(error, f"rank {self._rank}, {contexts[k].position}")
-            return step.leave(k)
-
+        self._refuse_if_closed_or_inside()
+        busy, self._busy = self._busy, True  # one statement without a call: no other thread gets in between
+        if busy:
+            raise DBOError("this runner runs a step already, for another thread: one step at a time")
         try:
-            self._busy = True
+            if not self._driver.settle(0):
+                raise DBOError(f"a ubatch of an earlier step has not come back yet: {self.report()}")
+            results: list[T | None] = [None] * num
+            variables = [copy_context() for _ in range(num)]
+            state, foreign = self._caller_state(), self._driver.own_threads
+
+            def body(k: int) -> int | None:
+                try:
+                    if step.error is None:
+                        with state.applied() if foreign and not state.exact() else state:
+                            results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k])
+                except BaseException as error:
+                    step.fail(error, f"rank {self._rank}, {contexts[k].position}")
+                return step.leave(k)
+
             for context in contexts[:num]:
                 context.reset(num, state.stream)
             step.begin(num, interleave=interleave, timeout_s=self._timeout_s)
@@ -189,16 +196,20 @@ class UBatchRunner:
                 raise step.error
             return cast("list[T]", results)
         finally:
-            self._busy = False
-            if self._driver.settle(0):
-                step.error = None  # it holds the frames, and so the tensors, of the step
+            try:
+                if self._driver.settle(0):
+                    step.error = None  # it holds the frames, and so the tensors, of the step
+            finally:
+                self._busy = False
 
     def report(self) -> str:
         """Say how far each ubatch of the current or last step got. For watchdogs: callable from any thread."""
         return f"rank {self._rank}: {self._step.positions()}"
 
     def close(self) -> None:
-        """End the kept threads or greenlets. A second call does nothing."""
+        """End the kept threads or greenlets. A second call does nothing. Raises `DBOError` during a step."""
+        if self._busy:
+            raise DBOError("a runner cannot be closed while it runs a step")
         self._close()
 
     def __enter__(self) -> UBatchRunner:
@@ -223,13 +234,11 @@ class UBatchRunner:
             self._state = TorchState.capture(self._device)
         return self._state
 
-    def _refuse_if_not_idle(self) -> None:
+    def _refuse_if_closed_or_inside(self) -> None:
         if not self._close.alive:
             raise DBOError("this runner is closed")
-        if current_ubatch() is not None or self._busy:
-            raise DBOError("a run inside a run: ubatches cannot be split again, and a runner runs one step at a time")
-        if not self._driver.settle(0):
-            raise DBOError(f"a ubatch of an earlier step has not come back yet: {self.report()}")
+        if current_ubatch() is not None:
+            raise DBOError("a run inside a run: ubatches cannot be split again")
 
 
 def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A) -> T:
@@ -239,3 +248,16 @@ def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A) -> T:
     context.run_recv_hook()
     context.end_compute()
     return result
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # The class is the model's: whatever it does, the siblings must be stopped.
+    with suppress(Exception):
+        BaseException.add_note(error, note)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__

@@ -10,8 +10,9 @@ when it goes on. The usual case costs one comparison.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch._C import (
@@ -22,7 +23,7 @@ from torch._C import (
 )
 
 from dbo.drivers.base import Body
-from dbo.errors import DBOError
+from dbo.errors import DBOError, UBatchCancelled
 from dbo.torch_state import TorchState
 
 
@@ -42,30 +43,56 @@ class GreenletDriver:
         self._num_ubatches = num_ubatches
         self._lanes: list[Any] = []
         self._wake: list[Callable[..., Any]] = []
-        self._thread: int | None = None
+        self._main: Any = None
+        self._left_early = False
         self._hub: Any = None
         self._body: Body | None = None
         self._state: TorchState
 
     def run(self, body: Body, state: TorchState, timeout_s: float) -> bool:
         """See `Driver.run`. The limit is watched by the waits of the ubatches: there is no other thread to do it."""
-        if self._thread != threading.get_ident():  # greenlets belong to the thread that made them
-            self._thread = threading.get_ident()
+        self._body, self._state = body, state
+        self._hub = self._greenlet.getcurrent()
+        self._left_early = True
+        main = _root(self._hub)
+        if main is not self._main:  # greenlets belong to the thread that made them, and its number is used again
             self._lanes = [self._greenlet.greenlet(self._loop) for _ in range(self._num_ubatches)]
             self._wake = [lane.switch for lane in self._lanes]
             for k, wake in enumerate(self._wake):
                 wake(k)
-        self._hub = self._greenlet.getcurrent()
-        self._body, self._state = body, state
-        try:
-            self._wake[0]()
-        finally:
-            self._body = self._hub = None
+            self._main = main
+        self._wake[0]()
+        self._left_early = False
+        self._body = self._hub = None
         return True
 
     def settle(self, timeout_s: float) -> bool:
-        """See `Driver.settle`: an interrupt arrives in the ubatch that runs, so nothing is ever left over."""
+        """See `Driver.settle`.
+
+        An interrupt in a ubatch's own code is that ubatch's error. One between two ubatches ends the greenlet that it
+        hits: then the others are stopped from here, and the next step makes new ones.
+        """
+        if not self._left_early:
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._hub = self._greenlet.getcurrent()
+        with self._state:
+            for lane in self._lanes:
+                lane.parent = self._hub
+            for lane in self._lanes:
+                self._stop(lane, deadline)
+        self._main, self._lanes, self._wake = None, [], []
+        self._body = self._hub = None
+        self._left_early = False
         return True
+
+    @staticmethod
+    def _stop(lane: Any, deadline: float) -> None:
+        while not lane.dead:  # more than once, if model code catches it and yields again
+            with suppress(UBatchCancelled):
+                lane.throw(UBatchCancelled)
+            if time.monotonic() > deadline:
+                return
 
     def switch(self, src: int, dst: int) -> None:
         """See `Driver.switch`."""
@@ -84,12 +111,15 @@ class GreenletDriver:
 
     def close(self) -> None:
         """See `Driver.close`. Greenlets of a thread other than this one end with their last reference."""
-        lanes, self._lanes, self._wake = self._lanes, [], []
-        if self._thread == threading.get_ident():
+        if self._hub is not None:
+            return  # the interpreter ends while another thread runs a step
+        lanes, main = self._lanes, self._main
+        self._main, self._lanes, self._wake = None, [], []
+        here = self._greenlet.getcurrent()
+        if main is _root(here):
             for lane in lanes:
-                lane.parent = self._greenlet.getcurrent()
+                lane.parent = here
                 lane.throw()
-        self._thread = None
 
     def _loop(self, k: int) -> None:
         self._greenlet.getcurrent().parent.switch()  # parked before the first step, like a thread
@@ -99,3 +129,10 @@ class GreenletDriver:
             following = body(k)
             del body
             (self._hub.switch if following is None else self._wake[following])()
+
+
+def _root(greenlet: Any) -> Any:
+    """The greenlet that is its thread itself."""
+    while greenlet.parent is not None:
+        greenlet = greenlet.parent
+    return greenlet

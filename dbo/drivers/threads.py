@@ -33,6 +33,8 @@ class ThreadDriver:
         self._done = _taken_lock()
         self._running = False
         self._left_early = False
+        self._closing = False
+        self._end_once = allocate_lock()
         self._body: Body | None = None
         self._threads = [
             threading.Thread(target=self._loop, args=(k,), name=f"ubatch-{k}", daemon=True) for k in range(num_ubatches)
@@ -46,7 +48,7 @@ class ThreadDriver:
         self._left_early = True
         self._running = True  # these two lines must stay together, see the invariants
         self._turns[0].release()
-        finished = self._done.acquire(timeout=timeout_s if timeout_s > 0 else -1)
+        finished = self._done.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX) if timeout_s > 0 else -1)
         self._left_early = not finished
         return finished
 
@@ -69,15 +71,21 @@ class ThreadDriver:
         self._turns[src].acquire()
 
     def close(self) -> None:
-        """See `Driver.close`. Does not wait for a thread that never came back from its step."""
+        """See `Driver.close`. Does not wait for a ubatch that never came back: should it, all threads end then."""
         threads, self._threads = self._threads, []
-        if self._running or not threads:
+        self._closing = True
+        if self._running:
             return
-        self._body = None
-        for thread, turn in zip(threads, self._turns, strict=True):
-            turn.release()
+        self._end()
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _end(self) -> None:
+        if self._end_once.acquire(blocking=False):
+            self._body = None
+            for turn in self._turns:
+                turn.release()
 
     def _loop(self, k: int) -> None:
         turn = self._turns[k]
@@ -93,6 +101,8 @@ class ThreadDriver:
                 self._body = None
                 self._running = False
                 done.release()
+                if self._closing:
+                    self._end()
 
 
 def _taken_lock() -> LockType:

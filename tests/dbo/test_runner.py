@@ -149,6 +149,36 @@ def test_the_first_error_wins_and_later_ones_are_noted(make: Callable[..., UBatc
     assert "second" in stopping
 
 
+class _Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+    def add_note(self, note: str) -> None:
+        raise ValueError("no notes")
+
+
+@both_drivers
+@pytest.mark.parametrize("first", [Boom, _Unspeakable])
+def test_an_error_that_cannot_be_described_stops_no_unwinding(
+    make: Callable[..., UBatchRunner], driver: str, first: type[Exception]
+) -> None:
+    def fn(k: int) -> None:
+        try:
+            yield_turn("here")
+            raise first
+        finally:
+            if k == 1:
+                raise _Unspeakable
+
+    runner = make(2, driver, step_timeout_s=5)
+    with pytest.raises(first) as caught:
+        runner.run(fn, [0, 1])
+    where, stopping = caught.value.__notes__
+    assert "ubatch 0 of 2" in where
+    assert stopping.endswith("_Unspeakable")
+    assert_right(runner, 2)
+
+
 @both_drivers
 def test_siblings_see_a_cancellation_that_model_code_cannot_swallow(
     make: Callable[..., UBatchRunner], driver: str
@@ -213,6 +243,41 @@ def test_ctrl_c_in_the_caller(make: Callable[..., UBatchRunner], driver: str, wh
     assert sorted(ended) == [0, 1]
     assert "ubatch 0 of 2" in caught.value.__notes__[0]
     assert_right(runner, 2)
+
+
+@both_drivers
+def test_an_interrupt_at_any_moment(make: Callable[..., UBatchRunner], driver: str) -> None:
+    """Also between two ubatches, in the code of the runner and the driver themselves: no step is half done after it."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    def fn(k: int) -> int:
+        yield_turn("here")
+        return k
+
+    runner, rng, outcomes = make(3, driver), random.Random(0), {"interrupted": 0, "done": 0}
+    before = signal.signal(signal.SIGALRM, interrupt)
+    end = time.monotonic() + 1.5
+    try:
+        while time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 3e-4))
+                got = runner.run(fn, [0, 1, 2])
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                outcomes["interrupted"] += 1
+                assert_right(runner, 3)
+            else:
+                outcomes["done"] += 1
+                assert got == [0, 1, 2]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert min(outcomes.values()) > 10
 
 
 class _FakeWork:
@@ -303,6 +368,26 @@ def test_a_thread_that_does_not_come_back(make: Callable[..., UBatchRunner], mon
     assert_right(runner, 2)
 
 
+def test_a_thread_that_comes_back_after_the_runner_was_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbo.runner._UNWIND_S", 0.1)
+    before, come_back = threading.active_count(), threading.Event()
+
+    def fn(k: int) -> None:
+        yield_turn("dispatch")
+        come_back.wait(20)
+
+    with (
+        pytest.raises(StepTimeout),
+        UBatchRunner(3, device=CPU, driver="threads", step_timeout_s=0.1) as runner,
+    ):
+        runner.run(fn, [0, 1, 2])
+    come_back.set()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @both_drivers
 def test_refusals(make: Callable[..., UBatchRunner], driver: str) -> None:
     runner, other = make(2, driver), make(2, driver)
@@ -327,8 +412,9 @@ def test_refuses_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
         UBatchRunner(0, device=CPU)
     with pytest.raises(ConfigError, match=r"driver='fibres'.*threads or greenlet"):
         UBatchRunner(2, device=CPU, driver="fibres")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="step_timeout_s=-1"):
-        UBatchRunner(2, device=CPU, step_timeout_s=-1)
+    for limit_s in (-1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=f"step_timeout_s={limit_s}"):
+            UBatchRunner(2, device=CPU, step_timeout_s=limit_s)
     monkeypatch.setitem(sys.modules, "greenlet", None)
     with pytest.raises(DBOError, match="pip install greenlet"):
         UBatchRunner(2, device=CPU, driver="greenlet")
@@ -496,13 +582,67 @@ def test_two_runners_in_two_threads(driver: str) -> None:
 
 
 @both_drivers
-def test_called_from_another_thread_than_before(make: Callable[..., UBatchRunner], driver: str) -> None:
+def test_called_from_other_threads_than_before(make: Callable[..., UBatchRunner], driver: str) -> None:
+    runner, num_right = make(2, driver), [0]
+
+    def use() -> None:
+        assert_right(runner, 2)
+        num_right[0] += 1
+
+    use()
+    for _ in range(5):  # one after another, so that they get the same number from the system
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    use()
+    assert num_right == [7]
+
+
+@both_drivers
+def test_one_step_at_a_time_whoever_asks(make: Callable[..., UBatchRunner], driver: str) -> None:
+    runner, right, wrong = make(2, driver, step_timeout_s=5), [0], []
+
+    def fn(k: int) -> int:
+        yield_turn("here")
+        return k
+
+    def use() -> None:
+        for _ in range(500):
+            try:
+                assert runner.run(fn, [0, 1]) == [0, 1]
+                right[0] += 1
+            except DBOError as error:
+                if "one step at a time" not in str(error):
+                    wrong.append(repr(error))
+            except BaseException as error:
+                wrong.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert right[0] > 0
+    assert_right(runner, 2)
+
+
+@both_drivers
+def test_a_runner_is_not_closed_under_its_step(make: Callable[..., UBatchRunner], driver: str) -> None:
     runner = make(2, driver)
+    with pytest.raises(DBOError, match="cannot be closed while it runs") as caught:
+        runner.run(lambda k: runner.close(), [0, 1])
+    assert "ubatch 0 of 2" in caught.value.__notes__[0]
     assert_right(runner, 2)
-    thread = threading.Thread(target=assert_right, args=(runner, 2))
-    thread.start()
-    thread.join()
-    assert_right(runner, 2)
+
+
+def test_a_limit_beyond_what_the_system_can_wait(make: Callable[..., UBatchRunner]) -> None:
+    assert_right(make(2, "threads", step_timeout_s=1e12), 2)
 
 
 @both_drivers
