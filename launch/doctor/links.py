@@ -334,6 +334,7 @@ def gather_nccl(site: Site) -> Facts:
     for rank in site.present:
         if not all(_reached(site, rank, other) for other in site.present if other != rank):
             return {"to": {}, "skipped": f"rank {rank} does not reach all others"}
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # it is meant here
     index = {rank: place for place, rank in enumerate(site.present)}
     store = PrefixStore("nccl", site.store)
     made = make_group(store, index[site.rank], len(index), site.device)

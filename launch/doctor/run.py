@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from launch.cli import FAILED, CommandError
 from launch.config import DoctorOptions
 from launch.doctor import host, links
-from launch.doctor.base import Check, Cohort, Finding, Outcome, Site, ask, attempt, ranks_text
+from launch.doctor.base import Check, Cohort, Facts, Finding, Outcome, Site, ask, attempt, ranks_text
 from launch.doctor.report import Report
 from launch.mesh import choose_device, connect_store, read_place
 
@@ -155,9 +156,15 @@ def _perform(site: Site, checks: Sequence[Check]) -> Iterator[tuple[str, Outcome
     for check in checks:
         limit_s = limit_of(check, len(site.present))
         here = replace(site, deadline=time.monotonic() + limit_s)
-        outcome = attempt(lambda check=check, here=here: check.gather(here), limit_s + 1)  # type: ignore[misc]
+        outcome = attempt(partial(_gather, check, here), limit_s + 1)
         site.tell(f"outcome/{site.rank}/{check.name}", asdict(outcome))
         yield check.name, outcome
+
+
+def _gather(check: Check, site: Site) -> Facts:
+    if site.device.type == "cuda":
+        torch.cuda.set_device(site.device)  # every thread has a current device of its own
+    return check.gather(site)
 
 
 def _collect(site: Site, rank: int, checks: Sequence[Check]) -> Iterator[tuple[str, Outcome]]:
