@@ -51,9 +51,12 @@ class DBOConfig:
             self._require(name, getattr(self, name) in get_args(allowed), "one of " + ", ".join(get_args(allowed)))
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= least, f"a whole number, at least {least}")
+            self._require(name, type(value) is int and value >= least, f"a whole number, at least {least}")
+        for name in ("allow_single_rank", "interleave"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
         seconds = self.step_timeout_s
-        self._require("step_timeout_s", math.isfinite(seconds) and seconds >= 0, "seconds, or 0 for no limit")
+        holds = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+        self._require("step_timeout_s", holds, "seconds, or 0 for no limit")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

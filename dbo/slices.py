@@ -8,8 +8,9 @@ A file of its own because it is arithmetic on host numbers: no rank, stream or m
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -121,6 +122,7 @@ def _bounds(plan: BatchPlan, query_lens: IntArray, seq_lens: IntArray | None, nu
 
 def _own_cut(query_lens: IntArray, config: DBOConfig, seq_lens: IntArray | None) -> list[int] | None:
     """Tokens at which this rank cuts, or None if a ubatch would be empty. For cuts that ranks make on their own."""
+    query_lens = query_lens.astype(np.int64)  # also what has no sign or few bits
     ends = np.cumsum(query_lens)
     num_tokens = _total(ends)
     shares = np.arange(1, config.num_ubatches) / config.num_ubatches
@@ -128,7 +130,7 @@ def _own_cut(query_lens: IntArray, config: DBOConfig, seq_lens: IntArray | None)
         possible = ends[:-1][ends[:-1] % config.cut_alignment == 0]
         return _nearest(possible, shares * num_tokens)
     # A token's attention reads as many keys as its sequence then has.
-    computed = np.zeros_like(ends) if seq_lens is None else seq_lens - query_lens
+    computed = np.zeros_like(ends) if seq_lens is None else seq_lens.astype(np.int64) - query_lens
     work = np.cumsum(np.repeat(computed - ends + query_lens, query_lens) + np.arange(1, num_tokens + 1))
     possible = np.arange(config.cut_alignment, num_tokens, config.cut_alignment)
     ideal = np.searchsorted(work, shares * (work[-1] if num_tokens else 0)) + 1
@@ -292,9 +294,16 @@ class Batch:
         super().__init_subclass__(**kwargs)
         if "__dataclass_fields__" in cls.__dict__:
             return  # made a second time, by dataclass(slots=True)
-        for name, annotation in inspect.get_annotations(cls).items():
-            if "ClassVar" not in str(annotation) and "rule" not in getattr(cls.__dict__.get(name), "metadata", {}):
+        own = {name: cls.__dict__.get(name) for name, kind in inspect.get_annotations(cls).items() if _is_field(kind)}
+        inherited = {f.name: f for base in cls.__mro__[:0:-1] if is_dataclass(base) for f in fields(base)}
+        for name, declared in {**inherited, **own}.items():
+            if "rule" not in getattr(declared, "metadata", {}):
                 raise TypeError(f"{cls.__name__}.{name} has no slicing rule: declare it with dbo.slices.ruled(...)")
+
+
+def _is_field(annotation: Any) -> bool:
+    """Whether a dataclass makes a field of it; annotations may be strings."""
+    return annotation is not KW_ONLY and not re.match(r"([\w.]+\.)?(ClassVar\b|KW_ONLY$)", str(annotation))
 
 
 B = TypeVar("B", bound=Batch)
@@ -331,7 +340,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _map(item, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_map(item, function) for item in value)
+        items = [_map(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple?
     return function(value)
 
 

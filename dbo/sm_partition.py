@@ -28,8 +28,8 @@ class SMPartition:
 
     comm_sms: for the all2all; 0 = nothing is set apart. total_sms: what the device has. multiple_of: what the backend's
     counts must divide by (DeepEP: 2). set_comm_sms, set_compute_sms: called with `comm_sms` and `total_sms - comm_sms`;
-    each returns what it replaced. Can be entered again, not twice at once. Raises `ConfigError` on creation, `DBOError`
-    on entry when another thread holds a partition.
+    each returns what it replaced. Can be entered again, also inside itself. Raises `ConfigError` on creation, and
+    `DBOError` on entry when another thread holds a partition.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SMPartition:
         compute = [set_compute_sms] if callable(set_compute_sms) else list(set_compute_sms)
         self.comm_sms, self.compute_sms = comm_sms, total_sms - comm_sms
         self._settings = [(set_comm_sms, self.comm_sms), *((setter, self.compute_sms) for setter in compute)]
-        self._restore = ExitStack()
+        self._restore: list[ExitStack] = []
 
     def __enter__(self) -> SMPartition:
         if not _HELD.acquire(blocking=False):
@@ -60,8 +60,8 @@ class SMPartition:
             restore.callback(_HELD.release)
             for setter, num_sms in self._settings if self.comm_sms else ():
                 restore.callback(setter, setter(num_sms))
-            self._restore = restore.pop_all()
+            self._restore.append(restore.pop_all())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._restore.close()
+        self._restore.pop().close()

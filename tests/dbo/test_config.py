@@ -23,6 +23,10 @@ from dbo.errors import ConfigError
         ("step_timeout_s", -1.0),
         ("step_timeout_s", float("nan")),
         ("step_timeout_s", float("inf")),
+        ("step_timeout_s", "60"),
+        ("comm_sms", True),
+        ("interleave", "no"),
+        ("allow_single_rank", 0),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(name, value):

@@ -1,8 +1,8 @@
 """Cuts and what follows from them, against a brute force that looks at every single token."""
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -276,6 +276,16 @@ def test_a_balanced_cut_gives_the_later_longer_sequences_fewer_tokens():
     assert slices[0].num_tokens == 48
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.uint32, np.uint64])
+def test_a_balanced_cut_takes_lengths_of_any_integer_type(dtype):
+    config = config_on(cut="balanced", **FREE)
+    requests = [(5000, 100), (0, 100)]
+    plan, _ = plan_and_batch(requests, config, others=[3])
+    query_lens, seq_lens = np.array([100, 100], dtype), np.array([5100, 100], dtype)
+    slices = make_slices(plan, query_lens, seq_lens=seq_lens)
+    assert [s.num_tokens for s in slices] == [51, 149]
+
+
 def test_a_balanced_cut_needs_a_token_for_each_ubatch():
     config = config_on(cut="balanced", num_ubatches=3)
     assert [can_cut(np.full(n, 1), config) for n in range(5)] == [False, False, False, True, True]
@@ -358,6 +368,50 @@ def test_a_field_without_a_rule_fails_when_its_class_is_made():
 
         class Bare(Batch):
             ids: torch.Tensor
+
+
+def test_a_field_from_a_class_that_is_no_batch_needs_a_rule_too():
+    @dataclass
+    class Mixin:
+        lora_ids: torch.Tensor
+
+    with pytest.raises(TypeError, match=r"Mixed\.lora_ids has no slicing rule"):
+
+        class Mixed(Mixin, ToyBatch):
+            pass
+
+    class NotAClassVar:
+        pass
+
+    with pytest.raises(TypeError, match=r"Named\.ids has no slicing rule"):
+
+        class Named(Batch):
+            ids: NotAClassVar
+
+
+@pytest.mark.parametrize("in_quotes", [False, True])
+def test_what_a_dataclass_makes_no_field_of_needs_no_rule(in_quotes):
+    kinds = ("ClassVar[int]", "KW_ONLY") if in_quotes else (ClassVar[int], KW_ONLY)
+    members = {"NUM": 3, "ids": ruled(by_token())}
+    annotations = {"NUM": kinds[0], "_": kinds[1], "ids": torch.Tensor}
+    small = dataclass(type("Small", (Batch,), {**members, "__annotations__": annotations, "__module__": __name__}))
+    assert pad_batch(small(ids=torch.ones(1)), 2).ids.tolist() == [1, 0]
+
+
+class Pair(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor | None
+
+
+def test_a_named_tuple_keeps_its_names():
+    @dataclass
+    class Named(Batch):
+        pair: Pair = ruled(by_token())
+
+    padded = pad_batch(Named(pair=Pair(torch.ones(2), None)), 3).pair
+    assert type(padded) is Pair
+    assert padded.key.tolist() == [1, 1, 0]
+    assert padded.value is None
 
 
 def test_a_batch_class_that_is_not_a_dataclass_is_refused_rather_than_losing_fields():

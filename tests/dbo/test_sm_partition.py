@@ -45,6 +45,26 @@ def test_nests() -> None:
     assert [comm.value, *(c.value for c in compute)] == [None, None, None]
 
 
+def test_the_same_partition_nests_in_itself() -> None:
+    comm = Setting(24)
+    partition = SMPartition(comm_sms=20, total_sms=132, set_comm_sms=comm)
+    with partition:
+        with partition:
+            assert comm.value == 20
+        assert comm.value == 20
+    assert comm.value == 24
+    entered: list[int | None] = []
+
+    def other() -> None:
+        with partition:
+            entered.append(comm.value)
+
+    thread = threading.Thread(target=other)  # the process-wide lock is free again
+    thread.start()
+    thread.join()
+    assert entered == [20]
+
+
 def test_a_setter_that_fails_leaves_nothing_set() -> None:
     comm, compute = Setting(6), Setting(refuses=112)
     partition = SMPartition(comm_sms=20, total_sms=132, set_comm_sms=comm, set_compute_sms=compute)
