@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -67,6 +68,7 @@ class Comm:
         self.stream = torch.cuda.Stream(self.device) if own_stream and self.device.type == "cuda" else None
         self._make_ready = make_ready or (lambda: None)
         self._check = check
+        self.waited_s = 0.0  # how long the host stood still in `wait_host`, all in all
         self._events: list[torch.cuda.Event] = []
         self._noticed: Any = None
 
@@ -88,11 +90,13 @@ class Comm:
         context = current_ubatch()
         if context is not None:
             context.end_compute()
+        started = time.perf_counter()
         while not done_within(work, _WAIT_SLICE):
             if self._check is not None:
                 self._check()
             if context is not None:
                 context.check()
+        self.waited_s += time.perf_counter() - started
         if context is not None and context.tracer is not None:
             self._noticed = context.begin_compute()
 
@@ -169,7 +173,7 @@ class Work(Generic[T]):
             self._begin_span()
             self._finish = launch(self._ready)
             return
-        with torch.cuda.stream(comm.stream):
+        with comm.stream:  # what `torch.cuda.stream` does, without its Python
             comm._order_after(self._ready, comm.stream)
             self._begin_span()
             self._finish = launch(self._ready)

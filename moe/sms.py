@@ -49,8 +49,9 @@ def set_compute_sms(num_sms: int | None) -> int | None:
 
 
 class GreenStream:
-    """A `dbo.sm_partition.Setter`: while a number is in force the current stream is one that has so many SMs, in whole
-    units of 8, to itself; what ran before on the caller's stream is waited for, and the other way round at the end.
+    """A `dbo.sm_partition.Setter`: while a number is in force, the current stream is one that runs on so many SMs, in
+    whole units of 8, and `compute_sms` is that number (a persistent grid of more would run in two waves). What was
+    queued on the stream before is waited for, and the other way round at the end.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,9 @@ class GreenStream:
         current = torch.cuda.current_stream()
         if before is None:
             self._caller = current
-        chosen = self._caller if num_sms is None else self._stream(num_sms // _UNIT * _UNIT)
+        whole_units = None if num_sms is None else num_sms // _UNIT * _UNIT
+        set_compute_sms(whole_units)
+        chosen = self._caller if whole_units is None else self._stream(whole_units)
         if chosen is not None and chosen != current:
             chosen.wait_stream(current)
             torch.cuda.set_stream(chosen)
@@ -96,6 +99,6 @@ def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> Abs
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=set_comm_sms,
-        set_compute_sms=[set_compute_sms, _green_stream()] if comm_sms < GREEN_BELOW else set_compute_sms,
+        set_compute_sms=_green_stream() if comm_sms < GREEN_BELOW else set_compute_sms,
         multiple_of=2,
     )

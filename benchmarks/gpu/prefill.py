@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from benchmarks.gpu.setup import (
     Recorded,
     Switch,
     Times,
+    command,
     partition,
     prompts,
     random_model,
@@ -201,7 +201,7 @@ def main() -> None:
         for num_tokens in args.tokens:
             found.append(run_size(num_tokens, args, mesh))
             if mesh.rank == 0:
-                args.out.write_text(json.dumps({"command": " ".join(sys.argv), "sizes": found}, indent=1))
+                args.out.write_text(json.dumps({"command": command(), "sizes": found}, indent=1))
             torch.cuda.empty_cache()
 
 

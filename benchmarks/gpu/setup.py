@@ -7,10 +7,12 @@ over the ranks, from a barrier to the end of the device's work; figures are medi
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,11 @@ from moe.models.registry import family_named
 from moe.sms import GreenStream, set_compute_sms, total_sms
 
 BLOCK = 16
+
+
+def command() -> str:
+    """How this program was called, as one would type it."""
+    return " ".join(["python -m benchmarks.gpu." + Path(sys.argv[0]).stem, *sys.argv[1:]])
 
 
 def random_model(config: ModelConfig, all2all: All2All, device: torch.device) -> Model:
@@ -92,7 +99,7 @@ def partition(all2all: DeepEPHighThroughput, num_sms: int, mode: str = "none") -
         comm_sms=num_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=all2all.set_num_sms,
-        set_compute_sms=[set_compute_sms, GREEN] if mode == "green" else set_compute_sms,
+        set_compute_sms=GREEN if mode == "green" else set_compute_sms,
         multiple_of=2,
     )
 

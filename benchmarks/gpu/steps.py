@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.prefill import MODES, check_gates, within
-from benchmarks.gpu.setup import Arms, partition, prompts, random_model, time_arms
+from benchmarks.gpu.setup import Arms, command, partition, prompts, random_model, time_arms
 from launch.mesh import Mesh
 from moe.all2all.deepep_ht import DeepEPHighThroughput
 from moe.config import named_shape
@@ -79,7 +78,7 @@ def main() -> None:
         for num_tokens, length in sizes:
             found.append(run_size(num_tokens, length, args, mesh, model, all2all))
             if mesh.rank == 0:
-                args.out.write_text(json.dumps({"command": " ".join(sys.argv), "sizes": found}, indent=1))
+                args.out.write_text(json.dumps({"command": command(), "sizes": found}, indent=1))
             torch.cuda.empty_cache()
         all2all.close()
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+
+_NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler would call before and after
 
 
 class Launcher:
@@ -19,7 +22,7 @@ class Launcher:
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
-        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
     def __call__(
         self,
@@ -33,13 +36,15 @@ class Launcher:
         key = (*map(_kind, arguments), *constants.values(), num_warps, num_stages)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments, *constants.values())
+            run, function, metadata = compiled
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            run(*grid, stream, function, metadata, *_NO_HOOKS, *arguments, *constants.values())
             return
         if list(constants) != self._kernel.arg_names[len(arguments) :]:
             raise TypeError(f"{self._kernel.__name__} takes {self._kernel.arg_names}, in this order")
         made = self._kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
         if isinstance(made, CompiledKernel):
-            self._compiled[key] = made
+            self._compiled[key] = made.run, made.function, made.packed_metadata
 
 
 def _kind(argument: Any) -> Any:
