@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,9 +50,9 @@ def make_group(
 
 
 def _make_gloo(store: Store, rank: int, world_size: int, connect_limit_s: float) -> AbortableGroup:
-    before = _open_connections()
+    before = open_connections()
     gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=connect_limit_s))
-    connections = _open_connections() - before
+    connections = open_connections() - before
     gloo._set_default_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
     group = dist.ProcessGroup(store, rank, world_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -70,7 +71,22 @@ def _make_nccl(store: Store, rank: int, world_size: int, device: torch.device) -
     return AbortableGroup(group=group, abort=nccl.abort)
 
 
-def _open_connections() -> set[tuple[int, int]]:
+def give_up_silence(connections: set[tuple[int, int]], limit_s: float) -> None:
+    """Have the kernel break these connections when the other host has not answered for `limit_s`, also when idle.
+
+    For connections that the other side always reads, like a store's. A rank may well be too busy to read its group's.
+    """
+    settings = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    if sys.platform == "linux":
+        probes = [(socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_USER_TIMEOUT, int(1000 * limit_s))]
+        settings += [(socket.IPPROTO_TCP, name, value) for name, value in probes]
+    for descriptor, _ in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            for setting in settings:
+                connection.setsockopt(*setting)
+
+
+def open_connections() -> set[tuple[int, int]]:
     """The connected TCP sockets of this process, as (descriptor, inode): numbers alone are used again.
 
     Listening sockets are not among them, and must not be shut down.

@@ -5,8 +5,9 @@ at the store and at the processes of this host ten times a second; a wait calls 
 
     rank fails         it posts who and why under its generation; the others raise `PeerFailed` within a second
     process ends       missed at once by the ranks of its host (a descriptor of the process), which tell the rest
-    host disappears    none of its ranks has been heard for `silence_limit_s`
+    host disappears    none of its ranks has been heard for `silence_limit_s`, or for half of it if a connection broke
     store is lost      the host that keeps it died: a message like the others
+    rank is slow       it is not known to have failed, but `late` names it: all others wait, it does not
 
 A failed step poisons its process groups. `renew` is how the ranks agree to go on with new ones: each arrives, and when
 all have, the generation counts one up and failures of the old one are forgotten. A process that died is never
@@ -31,10 +32,11 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
-from dbo.errors import ConfigError, DBOError, PeerFailed
+from dbo.errors import AgreementError, ConfigError, DBOError, PeerFailed
 
 POLL_S = 0.1
 BEAT_S = 1.0
+BUSY_S = 2.0  # a rank that has not waited for others for so long is busy with something of its own
 POST_LIMIT_S = 2.0
 LEFT = b"left"
 
@@ -53,12 +55,17 @@ _CONNECTION_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Peer:
-    """One rank as it introduces itself. `place` is equal for ranks that can see each other's processes."""
+    """One rank as it introduces itself. `node` is equal for ranks that can see each other's processes."""
 
     rank: int
     host: str
     pid: int
     place: str
+    near_store: bool = False
+
+    @property
+    def node(self) -> tuple[str, str]:
+        return self.place, self.host
 
 
 class Peers:
@@ -66,6 +73,7 @@ class Peers:
 
     store: the same keys on every rank, used by nobody else (a `PrefixStore`, over a client of its own).
     host: this host's name. Ranks with different names do not look at each other's processes.
+    near_store: whether this host keeps the store; on none of them means that rank 0 does.
     start_limit_s: how long the ranks wait for each other, here and in `compare_options` and `renew`.
     silence_limit_s: a host none of whose ranks is heard for so long is given up.
     Blocks until all ranks are here. Raises `PeerFailed` naming those that did not come.
@@ -78,6 +86,7 @@ class Peers:
         rank: int,
         world_size: int,
         host: str | None = None,
+        near_store: bool = False,
         start_limit_s: float = 60.0,
         silence_limit_s: float = 8.0,
     ) -> None:
@@ -93,11 +102,14 @@ class Peers:
         self._to_post: str | None = None
         self._posted = threading.Event()
         self._lock = threading.Lock()
-        self._last_look = time.monotonic()
+        self._last_look = self._last_check = time.monotonic()
+        self._connection_broke = False
+        self._beats_read: dict[int, bytes] = {}
         self._peers: list[_Peer] = []
-        self._peers = self._introduce(host or socket.gethostname())
+        self._peers = self._introduce(host or socket.gethostname(), near_store)
         self._processes = _watch_processes(self._peers, self._peers[rank])
-        self._beats = {p.rank: (b"", time.monotonic()) for p in self._peers if p.rank != rank}
+        self._listened_to = _next_node(self._peers, self._peers[rank])
+        self._beats = {p.rank: (b"", time.monotonic()) for p in self._listened_to}
         self._thread: threading.Thread | None = None
         if world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -109,7 +121,8 @@ class Peers:
         """Raise `PeerFailed` if another rank failed. Reads a flag: call it in every loop that waits."""
         if self._failure is not None:
             raise _copy(self._failure)
-        if self._thread is not None and time.monotonic() - self._last_look > self._silence_limit_s:
+        self._last_check = now = time.monotonic()
+        if self._thread is not None and now - self._last_look > self._silence_limit_s:
             self._check_thread()
 
     def fail(self, error: BaseException | str) -> None:
@@ -125,22 +138,48 @@ class Peers:
 
         Blocks until the watcher knows who is behind it, at most `silence_limit_s` and a little.
         """
-        if isinstance(error, DBOError) or not isinstance(error, RuntimeError) or self._thread is None:
+        cause = error.__cause__ if isinstance(error, AgreementError) else error
+        if isinstance(cause, DBOError) or not isinstance(cause, RuntimeError) or self._thread is None:
             return error
-        if not any(words in str(error).lower() for words in _CONNECTION_ERRORS):
+        if not any(words in str(cause).lower() for words in _CONNECTION_ERRORS):
             return error
+        self._connection_broke = True
         deadline = time.monotonic() + self._explain_limit_s()
         while time.monotonic() < deadline:
             left = self._left_early()  # asked first: a rank that failed says so before it leaves
-            cause = self.wait_failure(3 * POLL_S) or left
-            if cause is not None:
-                return cause
+            who = self.wait_failure(3 * POLL_S) or left
+            if who is not None:
+                return who
         return error
 
     def wait_failure(self, limit_s: float) -> PeerFailed | None:
         """The failure of another rank, if one is known within `limit_s`."""
         self._noticed.wait(limit_s)
         return None if self._failure is None else _copy(self._failure)
+
+    def late(self) -> dict[int, str]:
+        """The ranks that others wait for, with words for each. Asks the store: call it at intervals of seconds.
+
+        A rank that waits for others calls `check` all the time. Late is who does not, or who has not been heard since
+        the last call.
+        """
+        late = {}
+        for peer in self._peers:
+            key = f"beat/{peer.rank}"
+            if peer.rank == self.rank or not self._store.check([key]) or (beat := self._store.get(key)) == LEFT:
+                continue
+            busy_s = int(beat.split()[1])
+            if busy_s >= BUSY_S or beat == self._beats_read.get(peer.rank):
+                how = f"busy for {busy_s} s" if busy_s else "silent"
+                late[peer.rank] = f"rank {peer.rank} on {peer.host} ({how})"
+            self._beats_read[peer.rank] = beat
+        return late
+
+    def speaks_of(self, failure: PeerFailed) -> bool:
+        """Whether it is up to this rank to report `failure`: one rank of every host does, if possible its own."""
+        here = {peer.rank for peer in self._peers if peer.node == self._peers[self.rank].node}
+        said_so_itself = failure.rank in here and self._failure is not None and not self._fatal
+        return not said_so_itself and self.rank == min(here - ({failure.rank} - {self.rank}))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -155,6 +194,11 @@ class Peers:
                 raise
             cause.__notes__ = getattr(error, "__notes__", [])  # where this rank was
             raise cause from error
+
+    @property
+    def gone(self) -> bool:
+        """Whether a process, a host or the store is gone: somebody who cannot act, and no renewal helps."""
+        return self._fatal
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, from the watching thread, when another rank failed: it ends blocking collectives."""
@@ -218,15 +262,14 @@ class Peers:
                 self._look_at_store()
                 if time.monotonic() >= next_beat:
                     num_beats += 1
-                    self._store.set(f"beat/{self.rank}", str(num_beats))
+                    self._store.set(f"beat/{self.rank}", f"{num_beats} {time.monotonic() - self._last_check:.0f}")
                     self._listen()
                     next_beat = time.monotonic() + BEAT_S
                 self._last_look = time.monotonic()
             self._post()
             self._store.set(f"beat/{self.rank}", LEFT.decode())
         except Exception as error:  # the store does not answer: whatever it raises, there is nothing left to watch
-            reason = f"the store that this job's ranks meet in is lost ({_first_line(error)})"
-            self._notice(PeerFailed(0, self._peers[0].host, reason), fatal=True)
+            self._lose_store(f"is lost ({_first_line(error)})")
             self._posted.set()
 
     def _post(self) -> None:
@@ -263,29 +306,32 @@ class Peers:
                     self._notice(PeerFailed(rank, host, reason), fatal=fatal, generation=generation)
 
     def _listen(self) -> None:
-        """Hear the ranks whose processes this one cannot see; give up a host all of whose ranks are silent.
+        """Hear the next node, whose processes this rank cannot see; give it up when all its ranks are silent.
 
         One silent rank is no proof: it may hold the interpreter for seconds (loading, compiling). The ranks of its host
-        see its process, and would say so.
+        see its process, and would say so. Each node is heard by one other only, so the store's work grows with the
+        number of ranks and not with its square.
         """
         now = time.monotonic()
+        limit_s = self._silence_limit_s / (2 if self._connection_broke else 1)
         if now - self._last_look > self._silence_limit_s / 2:  # this process itself was stopped: listen anew
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
-        visible = {peer.rank for peer in self._processes.values()}
-        heard: dict[str, list[tuple[float, _Peer]]] = {}
-        for peer in self._peers:
-            if peer.rank == self.rank or peer.rank in visible:
-                continue
+        heard = []
+        for peer in self._listened_to:
             key = f"beat/{peer.rank}"
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != self._beats[peer.rank][0]:
                 self._beats[peer.rank] = (beat, now)
             if beat != LEFT:
-                heard.setdefault(peer.host, []).append((self._beats[peer.rank][1], peer))
-        for ranks in heard.values():
-            when, peer = max(ranks, key=lambda r: r[0])
-            if now - when > self._silence_limit_s:
-                self._tell("gone", peer, f"nothing was heard from its host for {now - when:.0f} s")
+                heard.append((self._beats[peer.rank][1], -peer.rank))
+        if heard and now - max(heard)[0] > limit_s:
+            when, rank = max(heard)
+            self._tell("gone", self._peers[-rank], f"nothing was heard from its host for {now - when:.0f} s")
+
+    def _lose_store(self, how: str) -> None:
+        keeper = next((peer for peer in self._peers if peer.near_store), self._peers[0])
+        reason = f"the store that this job's ranks meet in, on that host, {how}"
+        self._notice(PeerFailed(keeper.rank, keeper.host, reason), fatal=True)
 
     def _notice(self, failure: PeerFailed, *, fatal: bool, generation: int | None = None) -> None:
         with self._lock:
@@ -299,8 +345,8 @@ class Peers:
 
     # ------------------------------------------------------------------ small helpers
 
-    def _introduce(self, host: str) -> list[_Peer]:
-        me = _Peer(rank=self.rank, host=host, pid=os.getpid(), place=_place())
+    def _introduce(self, host: str, near_store: bool) -> list[_Peer]:
+        me = _Peer(rank=self.rank, host=host, pid=os.getpid(), place=_place(), near_store=near_store)
         introductions = self._gather("peer", json.dumps(asdict(me)), "start", check=lambda: None)
         return [_Peer(**json.loads(text)) for text in introductions]
 
@@ -354,14 +400,12 @@ class Peers:
         before = self._last_look
         time.sleep(5 * POLL_S)
         if self._last_look == before and self._failure is None:
-            reason = f"the store that this job's ranks meet in has not answered for {self._silence_limit_s:.0f} s"
-            self._notice(PeerFailed(0, self._peers[0].host, reason), fatal=True)
+            self._lose_store(f"has not answered for {self._silence_limit_s:.0f} s")
         if self._failure is not None:
             raise _copy(self._failure)
 
     def _explain_limit_s(self) -> float:
-        place = self._peers[self.rank].place
-        return 2.0 + (0.0 if all(p.place == place for p in self._peers) else self._silence_limit_s)
+        return 2.0 + (self._silence_limit_s if self._listened_to else 0.0)
 
     def _left_early(self) -> PeerFailed | None:
         with contextlib.suppress(RuntimeError):  # the store is lost: the watcher will say so
@@ -383,16 +427,20 @@ def _copy(failure: PeerFailed) -> PeerFailed:
 def _watch_processes(peers: Sequence[_Peer], me: _Peer) -> dict[int, _Peer]:
     """A descriptor for the process of every other rank that this one can see. Where there is none, beats must do."""
     descriptors = {}
-    if hasattr(os, "pidfd_open"):
-        for peer in peers:
-            if peer.rank != me.rank and (peer.place, peer.host) == (me.place, me.host):
-                try:
-                    descriptors[os.pidfd_open(peer.pid)] = peer
-                except ProcessLookupError:
-                    raise PeerFailed(peer.rank, peer.host, f"its process {peer.pid} ended while starting") from None
-                except OSError:  # a kernel without them
-                    return {}
+    for peer in peers:
+        if peer.rank != me.rank and peer.node == me.node:
+            try:
+                descriptors[os.pidfd_open(peer.pid)] = peer
+            except ProcessLookupError:
+                raise PeerFailed(peer.rank, peer.host, f"its process {peer.pid} ended while starting") from None
     return descriptors
+
+
+def _next_node(peers: Sequence[_Peer], me: _Peer) -> list[_Peer]:
+    """The ranks of the node after this one; the last one's next is the first."""
+    nodes = list(dict.fromkeys(peer.node for peer in peers))
+    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
+    return [peer for peer in peers if peer.node == following != me.node]
 
 
 def _has_ended(descriptor: int) -> bool:
@@ -400,8 +448,12 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def _place() -> str:
-    """The running kernel and the process namespace: where these are equal, process numbers mean the same."""
-    with contextlib.suppress(OSError):
+    """The running kernel and the process namespace: where these are equal, process numbers mean the same.
+
+    Where the kernel cannot watch processes every rank is a place of its own, and is listened to.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.close(os.pidfd_open(os.getpid()))
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return f"unknown, pid {os.getpid()}"
 

@@ -76,8 +76,7 @@ class Signals:
 
     def _interrupt(self) -> None:
         if self.finish_requested:
-            self._say("interrupted again, stopping now")
-            self._exit(signal.SIGINT)
+            self.end("interrupted again, stopping now", 128 + signal.SIGINT)
         self.finish_requested = True
         self._say("interrupted, finishing this step (interrupt again to stop at once)")
 
@@ -85,14 +84,15 @@ class Signals:
         failed = self._why()
         if failed is not None and self._closed.wait(UNWIND_LIMIT_S):
             return
-        self._say("stopped by SIGTERM" + (f" because {failed}" if failed is not None else ""))
-        self._exit(signal.SIGTERM)
+        self.end("stopped by SIGTERM" + (f" because {failed}" if failed is not None else ""), 128 + signal.SIGTERM)
 
-    def _exit(self, number: int) -> None:
+    def end(self, text: str, code: int) -> None:
+        """Say `text`, flush, and end the process with `code`, whatever its threads are doing. Does not return."""
+        self._say(text)
         flusher = threading.Thread(target=self._run_flush, daemon=True)
         flusher.start()
         flusher.join(FLUSH_LIMIT_S)
-        os._exit(128 + number)
+        os._exit(code)
 
     def _run_flush(self) -> None:
         for flush in self._flush:

@@ -44,8 +44,8 @@ from launch.scheduler import Chunk, Request, Scheduler
 from launch.session import (
     banner,
     dbo_config,
-    describe_failure,
     load_engine,
+    log_failure,
     read_shared,
     resolve,
     shared_options,
@@ -86,7 +86,7 @@ def run(options: ABOptions) -> int:
                 )
                 report = experiment.run(arms, options)
         except Exception as error:
-            logging.error(describe_failure(error), exc_info=options.log_level == "debug")
+            log_failure(mesh, error)
             return FAILED
         finally:
             engine.close()

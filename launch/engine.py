@@ -17,11 +17,12 @@ is loaded once and runs any number of times, with any settings of the overlap.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from moe.batch import ForwardBatch
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
 from moe.sms import make_partition
+
+WARN_S = 10.0  # a step that waits for so long says for whom, and again after twice as long
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -119,15 +122,24 @@ def sample_chunks(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
 
 class StepClock:
     """How long the current step has run. `check` is what every wait of a step calls: it gives up when a peer has failed
-    or the step has taken too long, split or not."""
+    or the step has taken too long, split or not. `late`: the ranks that others wait for, with words for each."""
 
-    def __init__(self, check_peers: Callable[[], None], limit_s: float, rank: int):
-        self._check_peers, self._limit_s, self._rank = check_peers, limit_s, rank
+    def __init__(
+        self,
+        check_peers: Callable[[], None],
+        limit_s: float,
+        rank: int,
+        late: Callable[[], Mapping[int, str]] = dict,
+    ):
+        self._check_peers, self._limit_s, self._rank, self._late = check_peers, limit_s, rank, late
         self._started: float | None = None
+        self._waiting_since = self._last_check = 0.0
+        self._next_warning_s = WARN_S
 
     def start(self) -> None:
         """A step begins."""
         self._started = time.monotonic()
+        self._next_warning_s = WARN_S
 
     def stop(self) -> None:
         """No step is under way."""
@@ -136,9 +148,26 @@ class StepClock:
     def check(self) -> None:
         """Raise PeerFailed or StepTimeout. Safe from any thread."""
         self._check_peers()
-        started = self._started
-        if started is not None and 0 < self._limit_s < time.monotonic() - started:
-            raise StepTimeout(f"rank {self._rank}: a step waits for other ranks for more than {self._limit_s:g} s")
+        if (started := self._started) is None:
+            return
+        now = time.monotonic()
+        if now - max(self._last_check, started) > WARN_S / 10:  # what came before was no wait
+            self._waiting_since = now
+        self._last_check = now
+        if 0 < self._limit_s < now - started:
+            raise StepTimeout(
+                f"rank {self._rank}: a step waits for more than {self._limit_s:g} s (--step-timeout) "
+                f"for {_whom(self._late())}"
+            )
+        if now - max(self._waiting_since, started) > self._next_warning_s:
+            self._next_warning_s *= 2
+            late = self._late()
+            if not any(rank not in late for rank in range(self._rank)):  # the first rank that waits speaks for all
+                logging.warning("this step has waited %.0f s for %s", now - started, _whom(late))
+
+
+def _whom(late: Mapping[int, str]) -> str:
+    return ", ".join(late.values()) or "a message: all ranks wait, so one is under way or lost"
 
 
 def wait_event(event: torch.cuda.Event, check: Callable[[], None]) -> None:

@@ -31,8 +31,8 @@ from launch.scheduler import Request, fit_cache
 from launch.session import (
     banner,
     dbo_config,
-    describe_failure,
     load_engine,
+    log_failure,
     read_shared,
     resolve,
     shared_options,
@@ -97,8 +97,10 @@ class Generation:
         self.poster: RowPoster | None = None
         if self.mesh.rank == 0:
             self.collector = RowCollector(self.mesh.store, self.mesh.world_size, self.file, self._on_row)
+            self.mesh.store.set("inode of the output", str(self.file.stat().st_ino))
         else:
-            self.poster = RowPoster(self.mesh.store, self.mesh.rank)
+            inode = int(read_shared(self.mesh, "inode of the output"))
+            self.poster = RowPoster(self.mesh.store, self.mesh.rank, inode=inode)
 
     def run(self, requests: Sequence[Request], refused: Sequence[Row]) -> int:
         """Run, and bring the output to its end in every case. Returns the exit code."""
@@ -118,7 +120,7 @@ class Generation:
                 return self._end(result)
         except Exception as error:
             self.bar.close()
-            logging.error(describe_failure(error), exc_info=self.options.log_level == "debug")
+            log_failure(self.mesh, error)
             self.save()
             return FAILED
 
@@ -143,13 +145,31 @@ class Generation:
     # What becomes of rows.
 
     def save(self) -> None:
-        """After a failure: bring everything that is finished, here or elsewhere, into the output file."""
+        """After a failure: bring everything that is finished, here or elsewhere, into the output file.
+
+        In the order in which it finished: the file is not rewritten while another rank may add to it.
+        """
+        try:
+            if self.collector is not None:
+                self.collector.drain()
+            elif self.poster is not None and self._nobody_collects():
+                self.poster.rescue(self.file)
+            for sink in self.sinks:
+                sink.flush()
+        except OSError as error:
+            logging.error("%s", error)
+        except RuntimeError:  # the store is lost: the other ranks add their rows themselves
+            logging.debug("rows of other ranks could not be collected", exc_info=True)
+
+    def _nobody_collects(self) -> bool:
         failure = self.mesh.peers.wait_failure(0)
-        if self.collector is not None:
-            self.collector.drain()
-            self.collector.sort(self.job.order)
-        elif self.poster is not None and failure is not None and (failure.rank, failure.host) == (0, self.mesh.node):
-            self.poster.rescue(self.file)
+        if failure is None or not self.mesh.peers.gone:
+            return False
+        try:
+            self.mesh.store.check(["exit code"])
+        except RuntimeError:
+            return True
+        return failure.rank == 0
 
     def _add(self, row: Row) -> None:
         end = self.collector or self.poster

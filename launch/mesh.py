@@ -32,11 +32,13 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from dbo.errors import ConfigError, DBOError, PeerFailed
-from dbo.groups import AbortableGroup, make_group
+from dbo.groups import AbortableGroup, give_up_silence, make_group, open_connections
 from dbo.peers import Peers
 from dbo.signals import Signals
 
 CLOSE_LIMIT_S = 5.0
+UNWIND_LIMIT_S = 10.0  # what a rank gets to end, or to renew, once it knows that another failed
+STORE_SILENCE_LIMIT_S = 8.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -169,9 +171,12 @@ class Mesh:
             rank=self.rank,
             world_size=self.world_size,
             host=self.node,
+            near_store=place is not None and _is_here(place.address),
             start_limit_s=limit_s,
         )
+        self._forced_end: threading.Timer | None = None
         self.peers.on_failure(self._abort)
+        self.peers.on_failure(self._limit_unwinding)
         try:
             self._connect_groups()
             if threading.current_thread() is threading.main_thread():
@@ -204,6 +209,7 @@ class Mesh:
         self._abort()
         self._groups = []
         self.peers.renew()
+        self._unlimit_unwinding()
         self._connect_groups()
 
     def barrier(self, name: str, limit_s: float = 60.0) -> None:
@@ -250,9 +256,27 @@ class Mesh:
         if self._keeps_store:
             self._outlast_others()
         self.peers.close()
+        self._unlimit_unwinding()
         if self.signals is not None:
             self.signals.close()
             self.signals = None
+
+    def _limit_unwinding(self) -> None:
+        """A rank that is busy with something else when another fails must not keep its host from the end of the job."""
+        if self.signals is not None and (self._forced_end is None or not self._forced_end.is_alive()):
+            self._forced_end = threading.Timer(UNWIND_LIMIT_S, self._end_by_force)
+            self._forced_end.daemon = True
+            self._forced_end.start()
+
+    def _unlimit_unwinding(self) -> None:
+        if self._forced_end is not None:
+            self._forced_end.cancel()
+            self._forced_end.join(1.0)
+            self._forced_end = None
+
+    def _end_by_force(self) -> None:
+        if self.signals is not None and (failure := self.peers.wait_failure(0)) is not None:
+            self.signals.end(f"{failure}; this rank was busy and is ended after {UNWIND_LIMIT_S:g} s", 1)
 
     def _why_stopped(self) -> str | None:
         failure = self.peers.wait_failure(1.0)
@@ -268,11 +292,24 @@ class Mesh:
             time.sleep(0.02)
 
 
+def _is_here(address: str) -> bool:
+    """Whether an address or a name is this host's."""
+    with contextlib.suppress(OSError):
+        for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(where)
+                return True
+    return False
+
+
 def connect_store(place: Place, limit_s: float, *, keeps: bool = False) -> TCPStore:
-    """A client of the job's store, which lives in the launcher or, with `keeps`, in this process. Raises
-    RendezvousError."""
+    """A client of the job's store, which lives in the launcher or, with `keeps`, in this process.
+
+    Its operations fail when the store's host is silent for `STORE_SILENCE_LIMIT_S`. Raises RendezvousError.
+    """
+    before = open_connections()
     try:
-        return TCPStore(
+        store = TCPStore(
             place.address,
             place.port,
             is_master=keeps,
@@ -286,3 +323,5 @@ def connect_store(place: Place, limit_s: float, *, keeps: bool = False) -> TCPSt
             f"({str(error).splitlines()[0]}); check that rank 0 runs, that MASTER_ADDR is its host as seen from here, "
             "and that MASTER_PORT is free there and not blocked"
         ) from error
+    give_up_silence(open_connections() - before, STORE_SILENCE_LIMIT_S)
+    return store

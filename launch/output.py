@@ -2,14 +2,15 @@
 
 Its own file because "nothing finished is lost" lives here. Every rank posts its rows in the store under (rank, number)
 and keeps them; each vote announces how many; rank 0 takes them out and appends each one with a single write. So the
-file holds every finished row at any time, a failed run only has to drain the store, and when rank 0 itself dies the
-ranks beside it append their own rows.
+file holds every finished row at any time, a failed run only has to drain the store, and when rank 0 or the store is
+gone every rank that can reach the file appends its own rows.
 
 The file is JSON lines. A line cut short by a crash is ignored when the file is read again.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -75,17 +76,27 @@ def read_rows(file: Path) -> dict[str, Row]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replace `file` in one step by `rows`."""
+    """Replace `file` in one step by `rows`. Raises OSError naming the file; what was there is then still there."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(map(_line, rows)))
-    os.replace(temporary, file)
+    try:
+        temporary.write_text("".join(map(_line, rows)))
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def append_row(file: Path, row: Row) -> None:
-    """Add one row with one write, so that rows of several processes do not mix."""
+    """Add one row with one write, so that rows of several processes do not mix. Raises OSError naming the file."""
+    line = _line(row).encode()
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, _line(row).encode())
+        written = os.write(descriptor, line)
+        if written < len(line):  # the disk is full: leave no part of a row
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
     finally:
         os.close(descriptor)
 
@@ -95,11 +106,11 @@ def _line(row: Row) -> str:
 
 
 class RowPoster:
-    """The sending end, on every rank but 0."""
+    """The sending end, on every rank but 0. `inode` is that of the output file as rank 0 sees it."""
 
-    def __init__(self, store: Store, rank: int):
+    def __init__(self, store: Store, rank: int, *, inode: int):
         self.rows: list[Row] = []
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._inode = store, rank, inode
 
     def add(self, row: Row) -> None:
         """Post a finished row; one round trip to the store."""
@@ -107,9 +118,16 @@ class RowPoster:
         self.rows.append(row)
 
     def rescue(self, file: Path) -> None:
-        """After the death of rank 0, on its host: append the rows that it did not write."""
-        written = read_rows(file)
+        """When rank 0 or the store is gone: append the rows that rank 0 did not write.
+
+        Another file of this name, on a host that does not share rank 0's file system, is left alone. Raises OSError
+        naming the file if there are rows that cannot be saved.
+        """
+        shared = file.exists() and file.stat().st_ino == self._inode
+        written = read_rows(file) if shared else {}
         missing = [row for row in self.rows if row["id"] not in written]
+        if missing and not shared:
+            raise OSError(errno.ENOENT, f"{len(missing)} finished rows are lost: this host does not see", str(file))
         if missing and not file.read_bytes().endswith(b"\n"):
             with file.open("ab") as tail:  # rank 0 died within a line
                 tail.write(b"\n")
@@ -122,12 +140,17 @@ class RowCollector:
 
     def __init__(self, store: Store, world_size: int, file: Path, on_row: Callable[[Row], None]):
         self._store, self._file, self._on_row = store, file, on_row
+        self._is_broken = False
         self._announced = [0] * world_size
         self._taken = [0] * world_size
 
     def add(self, row: Row) -> None:
-        """Append a finished row."""
-        append_row(self._file, row)
+        """Append a finished row. Raises OSError naming the file, which then gets no more."""
+        try:
+            append_row(self._file, row)
+        except OSError:
+            self._is_broken = True
+            raise
         self._on_row(row)
 
     def announce(self, num_rows_per_rank: Sequence[int]) -> None:
@@ -145,7 +168,7 @@ class RowCollector:
 
     def drain(self) -> None:
         """Take whatever is posted, announced or not: for a run that failed or was interrupted."""
-        self._take(lambda rank: rank > 0)
+        self._take(lambda rank: rank > 0 and not self._is_broken)
 
     def sort(self, order: Mapping[str, int]) -> None:
         """Put the file into the order of the prompts; rows of other prompts stay behind them."""

@@ -137,7 +137,7 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
     """
 
     def load() -> Engine:
-        clock = StepClock(mesh.peers.check, options.step_timeout, mesh.rank)
+        clock = StepClock(mesh.peers.check, options.step_timeout, mesh.rank, mesh.peers.late)
         multiple = resolved.dbo.part_multiple
         all2all = make_all2all(
             options.all2all,
@@ -197,7 +197,15 @@ def _overlap_line(dbo: DBOConfig, world_size: int) -> str:
     )
 
 
-def describe_failure(error: BaseException) -> str:
-    """One line for a run that failed, with the notes that say where."""
-    text = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
-    return "; ".join([text, *getattr(error, "__notes__", [])])
+def log_failure(mesh: Mesh, error: Exception) -> None:
+    """One line on every host for a run that failed: who failed, where, of what, with the notes that say how far it was.
+
+    The other ranks of a host say it too at the level `debug`, with the traceback.
+    """
+    if isinstance(error, PeerFailed):
+        failure, speaks = error, mesh.peers.speaks_of(error)
+    else:
+        failure, speaks = PeerFailed(mesh.rank, mesh.node, f"{type(error).__name__}: {error}"), True
+    level = logging.ERROR if speaks else logging.DEBUG
+    line = "; ".join([str(failure), *getattr(error, "__notes__", [])])
+    logging.log(level, " ".join(line.split()), exc_info=logging.root.isEnabledFor(logging.DEBUG))

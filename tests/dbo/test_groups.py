@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo.groups import _open_connections, _shut_down, make_group
+from dbo.groups import _shut_down, make_group, open_connections
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def connect():
 def test_only_new_connections_are_shut_down_even_under_a_number_used_before(connect):
     stranger, _ = connect()
     old, old_end = connect()
-    before = _open_connections()
+    before = open_connections()
     number = old.fileno()
     old.close()
     old_end.close()
     new, new_end = connect()
     assert number in (new.fileno(), new_end.fileno())
-    made = _open_connections() - before
+    made = open_connections() - before
     assert {descriptor for descriptor, _ in made} == {new.fileno(), new_end.fileno()}
     _shut_down(made)
     assert new_end.recv(1) == b""

@@ -21,7 +21,7 @@ def ends(tmp_path):
     store, file, seen = HashStore(), tmp_path / "out.jsonl", []
     write_rows(file, [])
     collector = RowCollector(store, 3, file, lambda r: seen.append(r["id"]))
-    return collector, [RowPoster(store, 1), RowPoster(store, 2)], file, seen
+    return collector, [RowPoster(store, r, inode=file.stat().st_ino) for r in (1, 2)], file, seen
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_announced(ends):
@@ -87,8 +87,8 @@ def test_survivors_add_their_rows_after_rank_0_died_within_a_line(ends):
     collector.announce((0, 1, 0))
     with file.open("a") as cut_short:
         cut_short.write(json.dumps(row("zero"))[:9])
-    one.rescue(file)
-    two.rescue(file)
+    for poster in (one, two):
+        poster.rescue(file)
     assert sorted(read_rows(file)) == ["a", "b", "c"]
     assert file.read_text().count('"id": "a"') == 1
 
