@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dbo.agreement import Agreement, BatchPlan, PendingPlan, Vote
 from dbo.config import DBOConfig
-from dbo.errors import StepTimeout
+from dbo.errors import DBOError, StepTimeout
 from dbo.policy import make_policy
 from dbo.runner import UBatchRunner
 from dbo.slices import can_cut, make_slices, pad_batch, split_batch
@@ -112,7 +112,9 @@ class Unobserved:
 
 
 Sampler = Callable[[Sequence[Chunk], Tensor], Tensor]
-"""Chunks that need a token and their logits [n, vocab] float32 -> [n] int64, on the logits' device, without waiting."""
+"""Chunks that need a token and their logits [n, vocab] float32 -> [n] int64, on the logits' device, without waiting.
+
+-1 stands for a row with NaN."""
 
 
 def sample_chunks(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
@@ -409,6 +411,11 @@ class _Run:
         logits = self.engine.model.compute_logits(hidden[rows])
         chosen = self.sampler(chunks, logits)
         tokens = self.engine.read(chosen)
+        if -1 in tokens:
+            raise DBOError(
+                f"request {chunks[tokens.index(-1)].request.id!r}: the model's logits are not numbers (NaN): its "
+                "weights are damaged, or --dtype is too narrow for its activations"
+            )
         if self.num_logprobs is not None:
             for chunk, row in zip(chunks, top_logprobs(logits, chosen, self.num_logprobs), strict=True):
                 chunk.request.logprobs.append(row)

@@ -26,7 +26,7 @@ from launch.engine import Engine, RunResult
 from launch.log import set_up_logging
 from launch.mesh import Mesh
 from launch.output import Row, RowCollector, RowPoster, answer_row
-from launch.prepare import Job, make_requests, read_job
+from launch.prepare import Job, make_requests, read_job, start_output
 from launch.scheduler import Request, fit_cache
 from launch.session import (
     banner,
@@ -56,6 +56,7 @@ def run(options: GenerateOptions) -> int:
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)
+        together(mesh, "start", lambda: start_output(options) if mesh.rank == 0 else None)
         try:
             return Generation(options, job, engine, codec).run(requests, refused)
         finally:

@@ -8,7 +8,9 @@ takes prompts `rank, rank + world_size, ...` of those that are to run and encode
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +40,15 @@ class Job:
 
 
 def read_job(options: GenerateOptions, mesh: Mesh) -> Job:
-    """Read the prompts, report malformed lines, open the output file. Collective; raises CommandError on every rank."""
-    text = together(mesh, "prompts", lambda: _prompts_text(options.prompts) if mesh.rank == 0 else "")
+    """Read the prompts, report malformed lines, look into the output file. Collective; raises CommandError on all."""
+    text = together(mesh, "prompts", lambda: read_prompt_text("--prompts", options.prompts) if mesh.rank == 0 else "")
     source = "standard input" if options.prompts == "-" else options.prompts
     prompts, bad = read_prompts(share_text(mesh, "prompts", text), source, _default_params(options))
     for line in bad if mesh.rank == 0 else []:
         print(f"error: {line}", file=sys.stderr, flush=True)
     if bad and options.strict:
         raise CommandError(f"{len(bad)} malformed lines, the first at {bad[0]} (--strict)", FAILED)
-    kept = together(mesh, "output", lambda: _open_output(options) if mesh.rank == 0 else [])
+    kept = together(mesh, "output", lambda: list(_kept_rows(options)) if mesh.rank == 0 else [])
     done = set(json.loads(share_text(mesh, "kept", json.dumps(kept))))
     return Job(
         prompts=[prompt for prompt in prompts if prompt.id not in done],
@@ -77,24 +79,47 @@ def make_requests(
     return requests, refused
 
 
-def _prompts_text(prompts: str) -> str:
+def read_prompt_text(option: str, file: str) -> str:
+    """The text of a prompt file, or of standard input for `-`. Raises ConfigError, which names `option`."""
     try:
-        data = sys.stdin.buffer.read() if prompts == "-" else Path(prompts).read_bytes()
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError("--prompts", prompts, "a file that can be read, or -", str(error.strerror)) from None
+        raise ConfigError(option, file, "a file that can be read, or -", str(error.strerror)) from None
     # Bytes that are no text become \xff, which is no JSON: the line is reported, the others run.
     return data.decode("utf-8-sig", errors="backslashreplace")
 
 
-def _open_output(options: GenerateOptions) -> list[str]:
-    """Make the output file what it is before the run: empty, or the complete rows it has. Returns their ids."""
-    file = Path(options.output)
+def start_output(options: GenerateOptions) -> None:
+    """Make the output file what it is before the run: empty, or the answers it keeps. Last thing before the run, so
+    that one that cannot start leaves the file alone. Raises ConfigError."""
+    rows = _kept_rows(options)
     try:
-        rows = read_rows(file) if options.resume else {}
-        write_rows(file, list(rows.values()))
+        write_rows(Path(options.output), list(rows.values()))
     except OSError as error:
         raise ConfigError("--output", options.output, "a file that can be written", str(error.strerror)) from None
-    return list(rows)
+
+
+def _kept_rows(options: GenerateOptions) -> dict[str, Row]:
+    """The answers that --resume keeps, by id; prompts that were in error run again. Raises ConfigError for a file that
+    cannot be written, or that holds something else."""
+    file = Path(options.output)
+
+    def refuse(allowed: str, remedy: str) -> ConfigError:
+        return ConfigError("--output", options.output, allowed, remedy)
+
+    try:
+        if file.exists() and not file.is_file():
+            raise refuse("a file", "a directory, device or pipe cannot be put in order at the end")
+        if file.exists() and options.prompts != "-" and os.path.samefile(file, options.prompts):
+            raise refuse("another file than --prompts", "the answers would replace the prompts")
+        with tempfile.TemporaryFile(dir=file.parent):
+            rows = read_rows(file) if options.resume else {}
+        begins = file.read_bytes()[:1] if options.resume and file.exists() else b""
+    except OSError as error:
+        raise refuse("a file that can be written", str(error.strerror)) from None
+    if begins not in (b"", b"{") or not all("finish_reason" in row for row in rows.values()):
+        raise refuse("answers of an earlier run, with --resume", "leave --resume out to replace the file")
+    return {key: row for key, row in rows.items() if row["finish_reason"] != "error"}
 
 
 def share_text(mesh: Mesh, name: str, text: str) -> str:
@@ -122,9 +147,15 @@ def _default_params(options: GenerateOptions) -> SamplingParams:
 
 def token_ids_of(prompt: Prompt, codec: TextCodec | None, vocab_size: int) -> list[int]:
     """The tokens of a prompt. Raises ValueError with the reason why it cannot run."""
+    tokens = _encode(prompt, codec)
+    if tokens and max(tokens) >= vocab_size:
+        whose = "" if prompt.kind == "token_ids" else " (the tokenizer is not this model's)"
+        raise ValueError(f"token id {max(tokens)} is not below the vocabulary size {vocab_size}{whose}")
+    return tokens
+
+
+def _encode(prompt: Prompt, codec: TextCodec | None) -> list[int]:
     if prompt.kind == "token_ids":
-        if wrong := [token for token in prompt.content if token >= vocab_size]:
-            raise ValueError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
         if prompt.params.stop and codec is None:
             raise ValueError("stop strings need a tokenizer.json in the model directory")
         return list(prompt.content)

@@ -10,6 +10,7 @@ Nothing here waits for a device: numbers go to it, token ids come back when the 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, fine, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", self.temperature >= 0, "0 or more"),
+            ("temperature", 0 <= self.temperature <= sys.float_info.max, "0 or more, finite"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("stop", all(self.stop), "strings that are not empty"),
@@ -75,31 +76,34 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     """Choose a token for each row.
 
     logits [n, vocab] float32; row i belongs to a request with `params[i]` whose new token gets position
-    `positions[i]`. Returns [n] int64 on the logits' device; does not block the host.
+    `positions[i]`. Returns [n] int64 on the logits' device, -1 for a row that holds NaN; does not block the host.
     """
     chosen = logits.argmax(dim=-1)
+    broken = logits.gather(1, chosen[:, None]).squeeze(1).isnan()  # NaN counts as largest
     random = [i for i, p in enumerate(params) if p.temperature > 0]
     if random:
         rows = _to(random, torch.int64, logits)
         chosen[rows] = _draw(logits[rows], [params[i] for i in random], [positions[i] for i in random])
-    return chosen
+    return chosen.masked_fill_(broken, -1)
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Inverse-CDF sampling over the tokens that survive top-k, then top-p."""
-    temperature = _to([p.temperature for p in params], torch.float32, logits)
-    top_k = _to([p.top_k or logits.shape[1] for p in params], torch.int64, logits)
+    temperature = _to([p.temperature for p in params], torch.float64, logits)
+    top_k = _to([min(p.top_k or logits.shape[1], logits.shape[1]) for p in params], torch.int64, logits)
     top_p = _to([p.top_p for p in params], torch.float64, logits)
     u = _to([uniform(p.seed, n) for p, n in zip(params, positions, strict=True)], torch.float64, logits)
 
-    scaled, order = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    scaled = (ranked - ranked[:, :1]).double() / temperature[:, None]  # at most 0: no temperature overflows
     place = torch.arange(logits.shape[1], device=logits.device)
-    probs = scaled.masked_fill(place >= top_k[:, None], -torch.inf).double().softmax(dim=-1)
+    probs = scaled.masked_fill(place >= top_k[:, None], -torch.inf).softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(before >= top_p[:, None], 0.0)  # the likeliest token stays: nothing comes before it
     cumulative = probs.cumsum(dim=-1)
     index = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1  # u just under 1 may round up past the last kept token
+    last = last.clamp_(min=0)  # a row of NaN keeps none
     return order.gather(1, torch.minimum(index, last)).squeeze(1)
 
 

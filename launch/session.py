@@ -121,7 +121,7 @@ def resolve(options: EngineOptions, model: ModelConfig) -> Resolved:
             "",
         )
     limits = Limits(
-        max_num_tokens=options.max_num_tokens,
+        max_num_tokens=min(options.max_num_tokens, options.max_num_seqs * max_model_len),  # no step can hold more
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         block_size=options.block_size,
@@ -144,7 +144,7 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
             group=mesh.device_group,
             device=mesh.device,
             config=resolved.model,
-            max_tokens_per_rank=-(-options.max_num_tokens // multiple) * multiple,
+            max_tokens_per_rank=-(-resolved.limits.max_num_tokens // multiple) * multiple,
             check=clock.check,
         )
         check_in_flight(all2all, resolved.dbo.num_ubatches if resolved.dbo.overlap != "off" else 1)

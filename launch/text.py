@@ -56,7 +56,7 @@ class TextCodec:
                 .from_string(self.chat_template)
                 .render(messages=messages, add_generation_prompt=True, **self.special_tokens)
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # the template is foreign code
             raise ValueError(f"the chat template refuses the messages: {error}") from None
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -100,7 +100,10 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     if file.exists():
-        return file.read_text()
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError("--model", str(file), "a template in UTF-8", str(error)) from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -127,5 +130,5 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(file.read_text()))
-    except ValueError as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError("--model", str(file), "a JSON object", str(error)) from None

@@ -60,13 +60,15 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
 
 
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda v: isinstance(v, str) or _is_int(v), "a string"),
     "prompt": (lambda v: isinstance(v, str), "a string"),
-    "messages": (_is_messages, "a list of objects with a role and a content"),
+    "messages": (_is_messages, "a list of objects with a role and a content, both strings"),
     "token_ids": (_is_token_ids, "a list of token ids"),
     "max_new_tokens": (_is_int, "a whole number"),
     "temperature": (_is_number, "a number"),
@@ -108,8 +110,12 @@ def _parse(line: str, number: int, index: int, defaults: SamplingParams) -> Prom
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not a prompt: nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+    if "\\ud" in line.lower() and re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff alone) is no text")
     for key, value in row.items():
         if key not in _FIELDS:
             raise ValueError(f"unknown key {key!r}; {closest(key, _FIELDS) or 'known: ' + ', '.join(_FIELDS)}")

@@ -63,6 +63,8 @@ class ModelConfig:
             f"a divisor of num_heads={self.num_heads}",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embeddings turn pairs)")
+        if self.sliding_window is not None:
+            _require(self.sliding_window >= 1, "sliding_window", self.sliding_window, "1 or more, or null")
         if len(self.dense_layers) < self.num_layers:
             _require(self.num_experts >= 1, "num_experts", self.num_experts, "1 or more")
             _require(self.expert_width >= 1, "expert_width", self.expert_width, "1 or more")
@@ -85,7 +87,12 @@ def read_config(directory: str | Path) -> ModelConfig:
     from moe.models.registry import find_family  # the families import this module
 
     raw = HFConfig.read(Path(directory) / "config.json")
-    return find_family(raw).parse(raw)
+    try:
+        return find_family(raw).parse(raw)
+    except ConfigError as error:
+        if error.remedy:
+            raise
+        raise raw.error(error.field, error.value, error.allowed) from None  # a check of ModelConfig knows no file
 
 
 def named_shape(name: str) -> ModelConfig:
@@ -175,7 +182,7 @@ class HFConfig:
         """Parse `file`. Raises ConfigError when it is missing, not JSON, or not an object."""
         try:
             keys = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
             raise ConfigError("model", str(file), f"a readable JSON file ({why})", "give a model directory") from None
         _require(isinstance(keys, dict), "model", str(file), "a JSON object")
@@ -191,6 +198,19 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(names[0], value, "an integer")
         return value
+
+    def optional_integer(self, name: str) -> int | None:
+        """An integer, or None where the key is absent or null."""
+        return None if self.get(name) is None else self.integer(name)
+
+    def number(self, *names: str, default: float) -> float:
+        """Like `get`, for a number."""
+        return self._as_number(names[0], self.get(*names, default=default))
+
+    def _as_number(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, value, "a number")
+        return float(value)
 
     def refuse_unless(self, name: str, allowed: tuple[Any, ...]) -> None:
         """Raise unless key `name` is absent or has one of the values that are implemented."""
@@ -217,7 +237,7 @@ class HFConfig:
             "num_layers": self.integer("num_hidden_layers"),
             "num_heads": num_heads,
             "num_kv_heads": self.integer("num_key_value_heads", default=num_heads),
-            "head_dim": self.integer("head_dim", default=hidden // num_heads),
+            "head_dim": self.integer("head_dim", default=hidden // max(num_heads, 1)),
             "rope_theta": theta,
             "rope_scaling": scaling,
             "max_position": max_position,
@@ -228,8 +248,11 @@ class HFConfig:
 
     def _rope(self, default_theta: float) -> tuple[float, Mapping[str, Any] | None, int]:
         """(theta, scaling or None, longest context); `rope_parameters` is the newer spelling of `rope_scaling`."""
-        rope = dict(self.get("rope_parameters", "rope_scaling", default={}))
-        theta = float(rope.get("rope_theta") or self.get("rope_theta", default=default_theta))
+        rope = self.get("rope_parameters", "rope_scaling", default={})
+        if not isinstance(rope, Mapping):
+            raise self.error("rope_parameters", rope, "an object")
+        rope = dict(rope)
+        theta = self._as_number("rope_theta", rope.get("rope_theta") or self.get("rope_theta", default=default_theta))
         kind = rope.get("rope_type") or rope.get("type") or "default"
         max_position = self.integer("max_position_embeddings")
         if kind not in ROPE_KINDS:
@@ -243,8 +266,8 @@ class HFConfig:
         rope["original_max_position_embeddings"] = original or max_position
         needed = ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor")
         for name in needed:
-            if not isinstance(rope.get(name), int | float):
-                raise self.error(f"rope_scaling.{name}", rope.get(name), f"a number ({kind} scaling needs it)")
+            if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
+                raise self.error(f"rope_scaling.{name}", rope.get(name), f"a number above 0 ({kind} scaling needs it)")
         if kind == "yarn" and original:
             max_position = max(max_position, int(original * rope["factor"]))
         return theta, rope, max_position
@@ -257,8 +280,11 @@ class HFConfig:
         for keys in sources:
             value = keys.get("eos_token_id")
             for token in value if isinstance(value, list) else [value]:
-                if token is not None:
-                    ids[int(token)] = None
+                if token is None:
+                    continue
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise self.error("eos_token_id", token, "a token id, or a list of them")
+                ids[token] = None
         return tuple(ids)
 
 

@@ -149,8 +149,8 @@ class Checkpoint:
             return
         self._origin = index
         try:
-            weight_map = dict(json.loads(index.read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            weight_map = {str(n): str(f) for n, f in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightError(index, None, f"not an index of safetensors files ({error!r})") from None
         for file in sorted(set(weight_map.values())):
             entries = _read_header(self._directory / file)
@@ -230,7 +230,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         }
     except FileNotFoundError:
         raise WeightError(file, None, "does not exist") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, WeightError):
             raise
         raise WeightError(file, None, f"not a safetensors file ({error!r})") from None

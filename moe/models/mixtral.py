@@ -11,11 +11,11 @@ def parse(raw: HFConfig) -> ModelConfig:
     return ModelConfig(
         family="mixtral",
         **raw.common(default_theta=1e6),
-        rms_norm_eps=float(raw.get("rms_norm_eps", default=1e-5)),
+        rms_norm_eps=raw.number("rms_norm_eps", default=1e-5),
         num_experts=raw.integer("num_local_experts", "num_experts"),
         num_topk=raw.integer("num_experts_per_tok"),
         expert_width=raw.integer("intermediate_size"),
-        sliding_window=raw.get("sliding_window"),
+        sliding_window=raw.optional_integer("sliding_window"),
     )
 
 

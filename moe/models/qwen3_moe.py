@@ -14,7 +14,7 @@ def parse(raw: HFConfig) -> ModelConfig:
     return ModelConfig(
         family="qwen3_moe",
         **raw.common(default_theta=1e4),
-        rms_norm_eps=float(raw.get("rms_norm_eps", default=1e-6)),
+        rms_norm_eps=raw.number("rms_norm_eps", default=1e-6),
         qk_norm=True,
         attention_bias=bool(raw.get("attention_bias", default=False)),
         num_experts=raw.integer("num_experts", "num_local_experts"),
@@ -23,7 +23,7 @@ def parse(raw: HFConfig) -> ModelConfig:
         norm_topk_prob=bool(raw.get("norm_topk_prob", default=False)),
         dense_layers=frozenset(dense),
         dense_width=raw.integer("intermediate_size") if dense else 0,
-        sliding_window=raw.get("sliding_window") if raw.get("use_sliding_window", default=False) else None,
+        sliding_window=raw.optional_integer("sliding_window") if raw.get("use_sliding_window", default=False) else None,
     )
 
 

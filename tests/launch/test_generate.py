@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from launch import cli
 from launch.__main__ import main
@@ -119,6 +121,60 @@ def test_resume_keeps_what_is_there(generate, tmp_path):
     assert [r["id"] for r in resumed] == ["0", "1", "2"]
     assert [r["text"] for r in resumed] == [rows[0]["text"], "kept", rows[2]["text"]]
     assert [r["token_ids"] for r in resumed] == [r["token_ids"] for r in rows]
+
+
+def test_resume_runs_errors_again_and_leaves_other_files_alone(generate, tmp_path):
+    out = tmp_path / "out.jsonl"
+    prompts = [{"id": "long", "prompt": "a" * 50}, {"id": "short", "prompt": "a"}]
+    assert generate("--max-model-len", "40", prompts=prompts)[0] == 1
+    assert generate("--max-model-len", "40", "--resume")[0] == 1  # not everything succeeded
+    code, rows, *_ = generate("--resume")
+    assert (code, [r["finish_reason"] for r in rows]) == (0, ["length", "length"])
+    for foreign in ('{"id": "short", "note": "mine"}\n', "notes\n"):
+        out.write_text(foreign)
+        code, _, _, err = generate("--resume")
+        assert (code, out.read_text()) == (2, foreign)
+        assert "answers of an earlier run" in err
+
+
+@pytest.mark.parametrize("output", ["prompts.jsonl", "pipe", "."])
+def test_an_output_that_would_destroy_something_is_refused(generate, tmp_path, output):
+    os.mkfifo(tmp_path / "pipe")
+    code, _, _, err = generate("--output", str(tmp_path / output), prompts=[{"prompt": "a"}])
+    assert code == 2
+    assert "--output" in err
+    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"prompt": "a"}
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_run_that_cannot_start_leaves_earlier_answers_alone(generate, model, tmp_path):
+    _, rows, *_ = generate(prompts=[{"prompt": "a"}])
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"")
+    for argv in (["--model", str(broken)], ["--strict", "--max-model-len", "2"]):
+        code, still, *_ = generate(*argv, prompts=[{"prompt": "abc"}])
+        assert code
+        assert still == rows
+
+
+def test_logits_that_are_no_numbers_end_the_run(generate, model, tmp_path):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["lm_head.weight"][7] = float("nan")
+    save_file(weights, broken / "model.safetensors")
+    code, rows, _, err = generate("--model", str(broken), "--logprobs", "1", prompts=[{"id": "mine", "prompt": "a"}])
+    assert (code, rows) == (1, [])
+    assert "request 'mine': the model's logits are not numbers" in err
+
+
+def test_a_tokenizer_of_another_model_is_an_error_of_the_prompt(generate, model, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other")
+    tokenizer = tiny.byte_level()
+    tokenizer.add_tokens([f"word{i}" for i in range(10)])
+    tokenizer.save(str(other / "tokenizer.json"))
+    code, rows, *_ = generate("--model", str(other), prompts=[{"prompt": "word9"}, {"prompt": "a"}])
+    assert (code, [r["finish_reason"] for r in rows]) == (1, ["error", "length"])
+    assert "not this model's" in rows[0]["error"]
 
 
 def test_prompts_from_standard_input(generate, monkeypatch):

@@ -77,9 +77,31 @@ def test_logprobs_are_the_models_own():
     assert row.top == ()
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-7])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    logits = torch.tensor([0.5, 30.0, -2.0, 29.9])
+    assert set(draw(logits, 50, temperature=temperature, top_k=10**30).tolist()) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nan_has_no_token_and_harms_no_other(temperature):
+    logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, 0.0, 900.0], [float("nan")] * 3])
+    params = [SamplingParams(temperature=temperature, top_p=0.5)] * 3
+    assert sample(logits, params, [0, 0, 0]).tolist() == [-1, 2, -1]
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"stop": ("",)}],
+    [
+        {"temperature": -1.0},
+        {"temperature": 10**400},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"stop": ("",)},
+    ],
 )
 def test_wrong_parameters_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -67,6 +67,7 @@ def test_options_that_say_auto_are_resolved(tiny_models):
     bounded = resolve(EngineOptions(model="m", block_size=8, kv_cache_memory=5 * block), model)
     assert bounded.limits.num_blocks == 4
     assert bounded.limits.max_request_tokens == 33
+    assert resolved.limits.max_num_tokens == 2 * 128  # the longest step there can be, not 8192
 
 
 @pytest.mark.parametrize(

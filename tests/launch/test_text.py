@@ -69,7 +69,14 @@ def test_chat_templates_are_found_where_published_models_keep_them(tmp_path, kin
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('roles must alternate') }}", "{{ messages.__class__.__mro__ }}", "{% if %}"]
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+        "{{ range(1000000) }}",
+    ],
 )
 def test_a_template_that_refuses_or_reaches_out_is_an_error_of_the_prompt(tmp_path, template):
     write_model(tmp_path, chat_template=template)
@@ -82,6 +89,12 @@ def test_a_model_without_template_or_tokenizer_says_so(tmp_path):
     write_model(tmp_path)
     with pytest.raises(ValueError, match="no chat template"):
         TextCodec.read(tmp_path).encode_chat([])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        TextCodec.read(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        TextCodec.read(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         TextCodec.read(tmp_path)

@@ -93,6 +93,14 @@ def test_yarn_makes_the_context_longer(tmp_path: Path) -> None:
         ({"hidden_size": "absent"}, "hidden_size=None .* an integer"),
         ({"num_key_value_heads": 5}, "num_kv_heads=5 .* divisor"),
         ({"num_experts_per_tok": 129}, "num_topk=129 .* 1 to num_experts=128"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"num_heads=0 .* 1 or more; see .*config\.json"),
+        ({"rope_scaling": "yarn"}, "rope_parameters='yarn' .* an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor=0 .* above 0"),
+        ({"rope_theta": "big"}, "rope_theta='big' .* a number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' .* a number"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' .* a token id"),
+        ({"use_sliding_window": True, "sliding_window": "wide"}, "sliding_window='wide' .* an integer"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 .* 1 or more"),
         ({"head_dim": 127}, "head_dim=127 .* even"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM' .* MixtralForCausalLM or Qwen3MoeForCausalLM"),
         (
@@ -114,7 +122,7 @@ def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], match: str) ->
         read(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "[" * 100_000])
 def test_unreadable(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -109,6 +109,9 @@ def test_index_that_lies(sharded: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(WeightError, match=f"{names[0]}: missing, though"):
         load(sharded)
+    index.write_text('{"weight_map": {"a": 5}}')
+    with pytest.raises(WeightError, match="does not exist"):
+        Checkpoint(sharded)
     index.write_text("{}")
     with pytest.raises(WeightError, match="not an index"):
         load(sharded)
