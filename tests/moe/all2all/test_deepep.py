@@ -1,0 +1,126 @@
+"""What of the DeepEP transports shows without a GPU: refusals, widths, the choice by phase, receive before send."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dbo.errors import ConfigError
+from dbo.work import Comm
+from moe.all2all.base import Dispatched
+from moe.all2all.deepep_ht import DeepEPHighThroughput, widened
+from moe.all2all.deepep_ll import DeepEPLowLatency
+from moe.all2all.deepep_phases import SMALL, DeepEPByPhase
+from moe.all2all.registry import _choose
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def shape(**changes):
+    return SimpleNamespace(**{"hidden": 2048, "num_experts": 8, "num_topk": 2, "dtype": torch.bfloat16} | changes)
+
+
+def group(size=2):
+    return SimpleNamespace(rank=lambda: 0, size=lambda: size)
+
+
+def make(backend, device=CUDA, config=None, cap=64):
+    return backend(group=group(), device=device, config=config or shape(), max_tokens_per_rank=cap)
+
+
+@pytest.mark.parametrize("backend", [DeepEPHighThroughput, DeepEPLowLatency])
+@pytest.mark.parametrize(
+    ("device", "config", "message"),
+    [
+        (CPU, shape(), "--all2all torch"),
+        (CUDA, shape(num_experts=9), "num_experts=9"),
+        (CUDA, shape(dtype=torch.float32), "--dtype bfloat16"),
+    ],
+)
+def test_refuses_with_a_remedy_what_the_kernels_cannot_do(backend, device, config, message):
+    with pytest.raises(ConfigError, match=message):
+        make(backend, device, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "cap", "message"),
+    [
+        (shape(num_topk=12), 64, "num_topk=12 .* at most 11"),
+        (shape(hidden=9000), 64, "hidden=9000 .* at most 8192"),
+        (shape(), 2000, "max_tokens_per_rank=2000"),
+    ],
+)
+def test_low_latency_refuses_what_its_kernels_cannot_hold(config, cap, message):
+    with pytest.raises(ConfigError, match=message + ".*deepep_ht"):
+        make(DeepEPLowLatency, config=config, cap=cap)
+
+
+def test_rows_are_widened_only_where_they_must_be():
+    x = torch.randn(3, 576)
+    assert widened(x, 576) is x
+    wide = widened(x, 768)
+    assert torch.equal(wide[:, :576], x)
+    assert not wide[:, 576:].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "config", "name"),
+    [(1, CUDA, shape(), "local"), (2, CPU, shape(), "torch"), (2, CUDA, shape(num_topk=16), "torch")],
+)
+def test_auto_takes_what_runs_here(size, device, config, name):
+    assert _choose(group(size), device, config)[0] == name
+
+
+def test_small_batches_go_by_low_latency_on_all_ranks_alike():
+    phases = object.__new__(DeepEPByPhase)
+    phases._small = SMALL
+    phases._normal, phases._low_latency = (SimpleNamespace(dispatch=lambda *_, n=n: n) for n in ("normal", "low"))
+
+    def way(num_rows, told):
+        return phases.dispatch(torch.empty(num_rows, 1), None, None, told)
+
+    assert way(3, (3, SMALL)) == "low"
+    assert way(0, (0, 0)) == "low"
+    assert way(3, (3, SMALL + 1)) == "normal"
+    assert way(SMALL + 2, (3, SMALL)) == "normal"  # padded to a size that does not fit
+    assert way(3, None) == "normal"
+
+
+class Buffer:
+    """Stands for DeepEP's low-latency buffer: says in which order things happen."""
+
+    def __init__(self):
+        self.seen = []
+
+    def low_latency_dispatch(self, x, topk_idx, cap, num_experts, **_):
+        return x, torch.ones(1), "handle", None, self._send("dispatch")
+
+    def low_latency_combine(self, y, topk_idx, topk_weights, handle, **_):
+        return y, None, self._send("combine")
+
+    def _send(self, name):
+        number = len([seen for seen in self.seen if seen.startswith("send")])
+        self.seen.append(f"send {name} {number}")
+        return lambda: self.seen.append(f"receive {name} {number}")
+
+
+def test_each_operation_is_received_once_and_before_the_next_is_sent():
+    all2all = object.__new__(DeepEPLowLatency)
+    all2all._buffer, all2all._comm, all2all._receive = Buffer(), Comm(CPU, own_stream=False), None
+    all2all._fp8, all2all._max_tokens, all2all._hidden, all2all._wire_hidden = False, 64, 8, 8
+    all2all.ep_size, all2all.num_experts = 2, 8
+    routing = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    first, second = (all2all.dispatch(torch.ones(4, 8), *routing) for _ in range(2))
+    received = first.result()
+    assert isinstance(received, Dispatched)
+    back = all2all.combine(received.x, received)
+    second.result()
+    back.result()
+    assert all2all._buffer.seen == [
+        "send dispatch 0",
+        "receive dispatch 0",
+        "send dispatch 1",
+        "receive dispatch 1",
+        "send combine 2",
+        "receive combine 2",
+    ]
