@@ -5,7 +5,8 @@
 Qwen3-30B-A3B shapes, 12 layers without head, random weights, contexts of 64 to 264 tokens. For each number of tokens
 a rank: step time of the three arms, launches a step, and the device's time of the forward with the host out of its
 way; device time over step time is the share in which the GPU is busy, and its inverse is the most that graphs could
-gain."""
+gain.
+"""
 
 from __future__ import annotations
 

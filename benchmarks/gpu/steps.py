@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.gpu.steps --tokens 2048,8192 --out FILE
 
 Qwen3-30B-A3B shapes, random weights, prompts of 1024 tokens; eager; the normal kernels of DeepEP at their best of a
-few SM counts for each arm. Throughput is tokens a second and GPU."""
+few SM counts for each arm. Throughput is tokens a second and GPU.
+"""
 
 from __future__ import annotations
 

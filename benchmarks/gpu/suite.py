@@ -5,7 +5,8 @@
 
 `summary.json` maps the name of a figure to {value, low, high, unit, command}; low and high are the 10th and 90th
 percentile of the rounds where the figure is a time, and follow from those of its parts where it is a ratio. A file
-that is not there leaves its figures out."""
+that is not there leaves its figures out.
+"""
 
 from __future__ import annotations
 

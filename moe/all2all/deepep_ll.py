@@ -10,7 +10,8 @@ compute | A0 send0 | A1 | recv0 send1 | E0 | recv1 ...      the receive of one o
 
 Invariants: - DeepEP has two buffers and each send clears the other one, so an operation is received before the next
 is sent, and two are in flight at most. - `max_tokens_per_rank` fixes the layout of those buffers: one number for the
-whole group and for every graph."""
+whole group and for every graph.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Block-scaled 8-bit floats for the wire: one float32 scale for each 128 values of a row.
 
 Its own file because only transports use it: tokens cross in float8_e4m3fn and are bfloat16 again before the experts
-see them. The layout (scales [..., hidden // 128] float32) is DeepEP's."""
+see them. The layout (scales [..., hidden // 128] float32) is DeepEP's.
+"""
 
 from __future__ import annotations
 

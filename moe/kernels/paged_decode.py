@@ -4,7 +4,8 @@ Its own file because prefill is served by library kernels and decode is not: eac
 its block table, lengths are read on the device, and one launch (two where few requests have long contexts) serves the
 whole batch. Invariants: a request's result does not depend on the other requests of the batch for a given
 `num_splits`; a request of length 0 (padding) gives zeros. The split of the keys over programs and their merge by
-log-sum-exp is Flash-Decoding's (Dao et al., 2023)."""
+log-sum-exp is Flash-Decoding's (Dao et al., 2023).
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def paged_decode(
 
     k_cache, v_cache [num_blocks, page, num_kv_heads, head_dim]; block_tables [B, max_blocks] int32; seq_lens [B] int,
     with the new token counted; `window`: a token sees itself and the `window - 1` before it; `num_splits` a power of
-    2. Gives [B, num_heads, head_dim]."""
+    2. Gives [B, num_heads, head_dim].
+    """
     num_requests, num_heads, head_dim = q.shape
     page, num_kv_heads = k_cache.shape[1:3]
     out = torch.empty(num_requests, num_heads, head_dim, dtype=q.dtype, device=q.device)

@@ -4,7 +4,8 @@ Its own file because both halves of the expert path read what is decided here: t
 to an expert) and the weighted sum (where a row's results lie). Expert ids are small, so positions are counted, not
 sorted: a histogram of every block of rows, then each block starts where the blocks before it end. Invariants: no
 atomics, so the order is the same every time (by expert, then by row); no count reaches the host, so nothing waits and
-a CUDA graph may hold it; filler (id -1) takes no place."""
+a CUDA graph may hold it; filler (id -1) takes no place.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Tiles:
     """Blocks of rows for a grouped product; device tensors.
 
     spans [max_tiles, 3] int32: expert, first row, end row of the expert's rows; count [1] int32: how many spans are
-    meant. `block` rows a tile."""
+    meant. `block` rows a tile.
+    """
 
     spans: Tensor
     count: Tensor
@@ -39,7 +41,8 @@ class Permutation:
     """Sorted places of n rows' choices; device tensors, int32.
 
     position [n, num_topk]: sorted place of a choice, -1 = not on this rank. source [n * num_topk]: the row that fills
-    a place, undefined from `ends[-1]` on. ends [num_experts]: end of each expert's places."""
+    a place, undefined from `ends[-1]` on. ends [num_experts]: end of each expert's places.
+    """
 
     position: Tensor
     source: Tensor

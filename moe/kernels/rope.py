@@ -1,7 +1,8 @@
 """Query and key norm, rotary embedding and the KV cache write in one launch, in place on the fused projection.
 
 Its own file, as each fused kernel is; the plain form is about ten launches a layer. Invariant: rows whose slot is -1
-(padding) touch no cache."""
+(padding) touch no cache.
+"""
 
 from __future__ import annotations
 

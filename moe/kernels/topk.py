@@ -1,7 +1,8 @@
 """The router's last step in one launch: softmax, the top k, renormalisation, and -1 for padded rows.
 
 Its own file, as each fused kernel is; the plain form (`moe.router.route`) is six launches. Invariant: of equal
-probabilities the lower expert id wins, and a row of NaN gives distinct ids."""
+probabilities the lower expert id wins, and a row of NaN gives distinct ids.
+"""
 
 from __future__ import annotations
 

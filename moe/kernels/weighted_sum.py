@@ -1,7 +1,8 @@
 """From sorted expert rows back to one row per received token: gather, weigh, add.
 
 Its own file because it is the other end of `permute`. Invariant: each token's rows are added by one program in the
-order of its choices, in float32, so there are no atomics and the result is the same every time."""
+order of its choices, in float32, so there are no atomics and the result is the same every time.
+"""
 
 from __future__ import annotations
 

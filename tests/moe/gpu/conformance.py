@@ -3,7 +3,8 @@ BACKEND`.
 
 A program, not a case of the CPU suite's pool: a rank that hangs in a GPU kernel can only be ended with its process.
 The cases, the stand-in experts and what must come back are the CPU suite's. Prints one line a check; exits 1 at the
-first that fails."""
+first that fails.
+"""
 
 from __future__ import annotations
 
