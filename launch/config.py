@@ -141,6 +141,11 @@ class GenerateOptions(EngineOptions):
         None, "Add the log-probability of each token and of this many likeliest ones.", check=at_least(0)
     )
     resume: bool = option(False, "Keep what the output file holds and run the other prompts only.")
+    metrics: str | None = option(None, "Write what every step did, one JSON object a line.", metavar="FILE")
+    metrics_port: int | None = option(
+        None, "Let Prometheus read metrics at this port of rank 0's host; 0 takes a free one.", check=at_least(0)
+    )
+    metrics_host: str = option("127.0.0.1", "Address that --metrics-port listens on.", metavar="ADDRESS")
     strict: bool = option(False, "Stop at the first prompt that cannot run, before any runs.")
 
 

@@ -129,6 +129,8 @@ class Schedule:
     chunks: tuple[Chunk, ...]
     foreseeable: bool  # the next schedule does not depend on the tokens this step samples
     num_ended: int  # requests whose last token this step samples, whatever its value
+    num_running: int = 0  # requests under way in this step, those that end with it too
+    num_kv_blocks: int = 0  # that they hold
 
     @property
     def num_tokens(self) -> int:
@@ -202,9 +204,16 @@ class Scheduler:
         preempted = self._continue_running(chunks)
         if not preempted:
             self._admit_waiting(chunks)
+        num_running, num_kv_blocks = len(self.running), self.limits.num_blocks - len(self.free_blocks)
         ended = self._count(chunks)
         unforeseen = any(c.samples and c.request not in ended and c.request.stops_on_tokens for c in chunks)
-        return Schedule(tuple(chunks), foreseeable=not unforeseen, num_ended=len(ended))
+        return Schedule(
+            tuple(chunks),
+            foreseeable=not unforeseen,
+            num_ended=len(ended),
+            num_running=num_running,
+            num_kv_blocks=num_kv_blocks,
+        )
 
     def commit(self, schedule: Schedule, token_ids: Sequence[int]) -> list[Request]:
         """Hand over the sampled tokens, one for each of `schedule.sampling`; returns the requests that ended."""

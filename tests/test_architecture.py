@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("dbo", "moe", "launch")  # each may import itself and what stands before it
-OPTIONAL = {"deep_ep", "greenlet", "triton", "transformers", "gguf"}
+OPTIONAL = {"deep_ep", "greenlet", "prometheus_client", "triton", "transformers", "gguf"}
 DBO_MAY_IMPORT = {"torch", "numpy", "greenlet", "dbo", *sys.stdlib_module_names}
 FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 MODULES = sorted(

@@ -142,6 +142,11 @@ class TorchAll2All:
                 local_of[experts.start : experts.stop] = torch.arange(len(experts))
         self._slot_of, self._local_of = slot_of.to(device), local_of.to(device)
 
+    @property
+    def host_wait_s(self) -> float | None:
+        """How long the host has stood still for messages since the start; None on CUDA, where the device waits."""
+        return self._comm.waited_s if self._on_host else None
+
     def dispatch(
         self,
         x: Tensor,
