@@ -50,10 +50,13 @@ Phase = Literal["prefill", "decode", "mixed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineVote(Vote):
-    """The vote of an engine: what `Vote` says, and two things more that all ranks must know alike."""
+    """The vote of an engine: what `Vote` says, and what else all ranks must know alike or watch."""
 
     num_decode_tokens: int = 0
     interrupted: bool = False  # this rank was asked to stop: all leave after the step before
+    num_running: int = 0  # requests under way; these three are for whoever watches
+    num_waiting: int = 0
+    num_kv_blocks: int = 0  # in use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,7 @@ class StepRecord:
     num_ubatches: int
     reason: str
     agree_ms: float  # waiting for the votes of the others
+    wait_ms: float | None  # the host standing still for messages; None where it does not wait for them, or does not say
     wall_ms: float  # the whole step, from asking for the plan to the last commit
 
 
@@ -84,11 +88,23 @@ class RunResult:
     wall_s: float = 0.0
 
 
+@runtime_checkable
+class WaitsOnHost(Protocol):
+    """A transport that may say how long the host has waited for its messages."""
+
+    @property
+    def host_wait_s(self) -> float | None:
+        """Seconds so far; None where the device waits, not the host."""
+
+
 class Observer(Protocol):
     """Who watches a run. All calls come from the engine's thread, between steps."""
 
     def planned(self, plan: BatchPlan) -> None:
         """Called with every plan, the last one (nobody has work left) too."""
+
+    def stepped(self, record: StepRecord, plan: BatchPlan) -> None:
+        """Called after every step."""
 
     def finished(self, request: Request) -> None:
         """Called when a request has ended; its row counts in this rank's next vote."""
@@ -101,6 +117,9 @@ class Unobserved:
     """An observer for runs whose requests are looked at afterwards."""
 
     def planned(self, plan: BatchPlan) -> None:
+        """Ignore."""
+
+    def stepped(self, record: StepRecord, plan: BatchPlan) -> None:
         """Ignore."""
 
     def finished(self, request: Request) -> None:
@@ -332,6 +351,7 @@ class _Run:
         mesh = engine.mesh
         self.engine, self.dbo, self.observer = engine, dbo, observer
         self.num_logprobs, self.early_votes, self.sampler = num_logprobs, early_votes, sampler
+        self._waiting = engine.all2all if isinstance(engine.all2all, WaitsOnHost) else None
         self.scheduler = Scheduler(engine.limits)
         self.agreement = Agreement(
             mesh.agreement_group if mesh.world_size > 1 else None,
@@ -362,7 +382,7 @@ class _Run:
         schedule, pending = self._vote(num_rows)
         while True:
             self.engine.clock.start()
-            began = time.perf_counter()
+            began, waited_s = time.perf_counter(), self._host_wait_s()
             plan = pending.result()
             agreed = time.perf_counter()
             self.observer.planned(plan)
@@ -372,8 +392,14 @@ class _Run:
             early = self.early_votes and schedule.foreseeable
             following = self._vote(schedule.num_ended) if early else None
             ended = self._compute(schedule, plan)
-            result.steps.append(_record(schedule, plan, began, agreed))
+            wait_ms = None if waited_s is None else ((self._host_wait_s() or 0.0) - waited_s) * 1e3
+            record = _record(schedule, plan, began, agreed, wait_ms)
+            result.steps.append(record)
+            self.observer.stepped(record, plan)
             schedule, pending = following or self._vote(ended)
+
+    def _host_wait_s(self) -> float | None:
+        return None if self._waiting is None else self._waiting.host_wait_s
 
     def _vote(self, num_rows: int) -> tuple[Schedule, PendingPlan]:
         """Schedule the next step and cast this rank's vote for it."""
@@ -386,6 +412,9 @@ class _Run:
             num_rows=num_rows,
             num_decode_tokens=sum(chunk.is_decode for chunk in schedule.chunks),
             interrupted=self.observer.interrupted(),
+            num_running=schedule.num_running,
+            num_waiting=len(self.scheduler.waiting),
+            num_kv_blocks=schedule.num_kv_blocks,
         )
         return schedule, self.agreement.issue(vote)
 
@@ -422,7 +451,7 @@ class _Run:
         return tokens
 
 
-def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float) -> StepRecord:
+def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float, wait_ms: float | None) -> StepRecord:
     phase: Phase = "mixed" if any(plan.votes["num_decode_tokens"]) else "prefill"
     padded = plan.num_tokens_padded
     return StepRecord(
@@ -434,5 +463,6 @@ def _record(schedule: Schedule, plan: BatchPlan, began: float, agreed: float) ->
         num_ubatches=plan.num_ubatches,
         reason=str(plan.reason),
         agree_ms=(agreed - began) * 1e3,
+        wait_ms=wait_ms,
         wall_ms=(time.perf_counter() - began) * 1e3,
     )

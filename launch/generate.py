@@ -6,6 +6,7 @@ that the output file holds every finished answer whatever happens: a full run, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -22,9 +23,10 @@ from tqdm import tqdm
 from dbo.agreement import BatchPlan
 from launch.cli import FAILED, INTERRUPTED
 from launch.config import GenerateOptions
-from launch.engine import Engine, RunResult
+from launch.engine import Engine, RunResult, StepRecord
 from launch.log import set_up_logging
 from launch.mesh import Mesh
+from launch.metrics import Sink, open_sinks
 from launch.output import Row, RowCollector, RowPoster, answer_row
 from launch.prepare import Job, make_requests, read_job, start_output
 from launch.scheduler import Request, fit_cache
@@ -44,7 +46,7 @@ from moe.config import read_config
 
 def run(options: GenerateOptions) -> int:
     """Run the command on this rank; returns the exit code, the same on every rank unless one of them dies."""
-    with Mesh.start(device=options.device) as mesh:
+    with Mesh.start(device=options.device) as mesh, contextlib.ExitStack() as closing:
         set_up_logging(options.log_level, mesh.rank)
         mesh.peers.compare_options(shared_options(options))
         resolved = together(mesh, "config", lambda: resolve(options, read_config(options.model)))
@@ -52,15 +54,16 @@ def run(options: GenerateOptions) -> int:
         job = read_job(options, mesh)
         requests, refused = make_requests(job, options, resolved.model, resolved.limits, codec, mesh)
         fitted = replace(resolved, limits=fit_cache(resolved.limits, requests))
+        sinks = together(mesh, "metrics", lambda: open_sinks(options, mesh.rank, fitted.limits.num_blocks))
+        for sink in sinks:
+            closing.callback(sink.close)
         engine = load_engine(options, fitted, mesh, model=Path(options.model))
+        closing.callback(engine.close)
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)
         together(mesh, "start", lambda: start_output(options) if mesh.rank == 0 else None)
-        try:
-            return Generation(options, job, engine, codec).run(requests, refused)
-        finally:
-            engine.close()
+        return Generation(options, job, engine, codec, sinks).run(requests, refused)
 
 
 @dataclass
@@ -81,8 +84,10 @@ class Totals:
 class Generation:
     """One run on one rank, and what becomes of its rows. Observes the engine (`launch.engine.Observer`)."""
 
-    def __init__(self, options: GenerateOptions, job: Job, engine: Engine, codec: TextCodec | None):
-        self.options, self.job, self.engine, self.codec = options, job, engine, codec
+    def __init__(
+        self, options: GenerateOptions, job: Job, engine: Engine, codec: TextCodec | None, sinks: Sequence[Sink] = ()
+    ):
+        self.options, self.job, self.engine, self.codec, self.sinks = options, job, engine, codec, sinks
         self.mesh, self.file = engine.mesh, Path(options.output)
         self.totals = Totals()
         self.started_s = time.perf_counter()
@@ -134,6 +139,11 @@ class Generation:
             self.num_tokens += sum(plan.num_tokens_per_rank)
             rate = self.num_tokens / (time.perf_counter() - self.started_s)
             self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+
+    def stepped(self, record: StepRecord, plan: BatchPlan) -> None:
+        """Tell whoever takes metrics."""
+        for sink in self.sinks:
+            sink.step(record, plan)
 
     def finished(self, request: Request) -> None:
         """Post the row of a request that has ended."""
