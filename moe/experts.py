@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.all2all.base import Dispatched
-from moe.linear import make_linear
+from moe.linear import Linear, make_linear
 
 Experts = Callable[[Dispatched], Tensor]
 
@@ -50,10 +50,14 @@ def make_experts(weights: ExpertWeights) -> Experts:
 
 
 class _ExpertByExpert:
-    """One product after another: the form of the CPU, and of any device without a better one. The host reads counts."""
+    """One product after another: the form of the CPU, and of any device without a better one. The host reads counts.
+
+    All first products come before all second ones, so that what lies between them is a few large operations.
+    """
 
     def __init__(self, weights: ExpertWeights):
-        self._mlps = [_mlp(gate_up, down) for gate_up, down in zip(weights.w_gate_up, weights.w_down, strict=True)]
+        self._gate_up = [make_linear(weight) for weight in weights.w_gate_up]
+        self._down = [make_linear(weight) for weight in weights.w_down]
 
     def __call__(self, received: Dispatched) -> Tensor:
         if received.topk_idx is not None and received.topk_weights is not None:
@@ -64,28 +68,29 @@ class _ExpertByExpert:
 
     def _rows(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         experts, order = topk_idx.flatten().sort(stable=True)
-        skipped, *counts = torch.bincount(experts + 1, minlength=len(self._mlps) + 1).tolist()
+        skipped, *counts = torch.bincount(experts + 1, minlength=len(self._down) + 1).tolist()
         order = order[skipped:]  # the ids -1 come first
         rows = order // topk_idx.shape[1]
         total = x.new_zeros(x.shape, dtype=torch.float32)
-        parts = torch.split(x[rows], counts)
         if len(rows):
-            results = torch.cat([mlp(part) for mlp, part in zip(self._mlps, parts, strict=True) if len(part)])
-            total.index_add_(0, rows, results.float() * topk_weights.flatten()[order].unsqueeze(1))
+            results = self._mlp(x[rows], counts).float()
+            total.index_add_(0, rows, results * topk_weights.flatten()[order].unsqueeze(1))
         return total.to(x.dtype)
 
     def _padded(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         y = torch.empty_like(x)
-        for expert, count in enumerate(counts):
-            y[expert, :count] = self._mlps[expert](x[expert, :count])
+        parts = [x[expert, :count] for expert, count in enumerate(counts)]
+        if sum(counts):
+            for expert, part in enumerate(torch.split(self._mlp(torch.cat(parts), counts), list(counts))):
+                y[expert, : len(part)] = part
         return y
 
+    def _mlp(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [n, hidden], n > 0, the first `counts[0]` rows for expert 0 and so on -> [n, hidden]."""
+        gate, up = _grouped(self._gate_up, x, counts).chunk(2, dim=-1)
+        return _grouped(self._down, F.silu(gate).mul_(up), counts)
 
-def _mlp(w_gate_up: Tensor, w_down: Tensor) -> Callable[[Tensor], Tensor]:
-    gate_up, down = make_linear(w_gate_up), make_linear(w_down)
 
-    def mlp(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return down(F.silu(gate) * up)
-
-    return mlp
+def _grouped(linears: Sequence[Linear], x: Tensor, counts: Sequence[int]) -> Tensor:
+    parts = torch.split(x, list(counts))
+    return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True) if len(part)])
