@@ -54,7 +54,7 @@ def run(options: GenerateOptions) -> int:
         job = read_job(options, mesh)
         requests, refused = make_requests(job, options, resolved.model, resolved.limits, codec, mesh)
         fitted = replace(resolved, limits=fit_cache(resolved.limits, requests))
-        sinks = together(mesh, "metrics", lambda: open_sinks(options, mesh.rank, fitted.limits.num_blocks))
+        sinks = together(mesh, "metrics", lambda: open_sinks(options, mesh.rank, resolved.limits.num_blocks))
         for sink in sinks:
             closing.callback(sink.close)
         engine = load_engine(options, fitted, mesh, model=Path(options.model))

@@ -52,11 +52,14 @@ class Sink(Protocol):
 def open_sinks(options: GenerateOptions, rank: int, num_blocks: int) -> list[Sink]:
     """What the options ask for; nothing on ranks other than 0. Raises ConfigError for what cannot be opened.
 
-    num_blocks: of one rank's KV cache.
+    num_blocks: what a rank's KV cache may hold, the same on all ranks.
     """
     sinks: list[Sink] = []
     if rank == 0 and options.metrics is not None:
-        sinks.append(JsonLines(Path(options.metrics), num_blocks, append=options.resume))
+        file = Path(options.metrics)
+        if file.resolve() in (Path(options.prompts).resolve(), Path(options.output).resolve()):
+            raise ConfigError("--metrics", options.metrics, "another file than --prompts and --output", "")
+        sinks.append(JsonLines(file, num_blocks, append=options.resume))
     if rank == 0 and options.metrics_port is not None:
         sinks.append(Endpoint(options.metrics_host, options.metrics_port, num_blocks))
     return sinks

@@ -166,6 +166,8 @@ def test_off_and_on_other_ranks_there_is_nothing(tmp_path):
     assert open_sinks(replace(options, metrics=str(tmp_path / "m"), metrics_port=0), 1, 1) == []
     with pytest.raises(ConfigError, match="--metrics='/no/such/dir/m'"):
         open_sinks(replace(options, metrics="/no/such/dir/m"), 0, 1)
+    with pytest.raises(ConfigError, match="another file than --prompts"):  # which it would empty
+        open_sinks(replace(options, metrics="./p"), 0, 1)
 
 
 # -------------------------------------------------------------------------------------------------- the whole command
