@@ -10,10 +10,15 @@ from pathlib import Path
 from tests.dbo.toy import without_greenlet
 
 SCRIPT = """
+from dataclasses import dataclass
+import numpy as np
 import torch
+from dbo.agreement import Agreement, Vote
 from dbo.config import DBOConfig
-from dbo.errors import ConfigError, DBOError
+from dbo.errors import AgreementError, ConfigError, DBOError
+from dbo.policy import make_policy
 from dbo.runner import UBatchRunner
+from dbo.slices import Batch, by_token, make_slices, pad_batch, ruled, split_batch
 from dbo.sm_partition import SMPartition
 from dbo.context import note_layer, yield_turn
 from dbo.work import Comm
@@ -21,10 +26,10 @@ from dbo.work import Comm
 if __debug__:
     raise SystemExit("not optimized")
 
-def refused(call, *words):
+def refused(call, *words, kind=ConfigError):
     try:
         call()
-    except ConfigError as error:
+    except kind as error:
         for word in words:
             if word not in str(error):
                 raise SystemExit(f"{word!r} is not in {error}")
@@ -38,6 +43,29 @@ refused(lambda: Comm(cpu, order="x"), "order='x'")
 refused(lambda: SMPartition(comm_sms=4, total_sms=4, set_comm_sms=lambda n: n), "comm_sms=4")
 refused(lambda: SMPartition(comm_sms=3, total_sms=4, set_comm_sms=lambda n: n, multiple_of=2), "comm_sms=3")
 refused(lambda: DBOConfig(num_ubatches=0), "num_ubatches=0")
+
+config = DBOConfig(overlap="on", prefill_token_threshold=0, allow_single_rank=True)
+policy = make_policy(config)
+refused(lambda: Agreement(None, dp_rank=0, dp_size=2, config=config, policy=policy), "need a", kind=AgreementError)
+agreement = Agreement(None, dp_rank=0, dp_size=1, config=config, policy=policy)
+pending = agreement.issue(Vote(num_tokens=8))
+refused(lambda: agreement.issue(Vote(num_tokens=8)), "one step, one vote", kind=AgreementError)
+plan = pending.result()
+
+@dataclass
+class Tokens(Batch):
+    ids: torch.Tensor = ruled(by_token())
+
+def forget():
+    class Forgetful(Tokens):
+        more: torch.Tensor
+
+refused(forget, "Forgetful.more", kind=TypeError)
+refused(lambda: make_slices(plan, np.array([9])), "pads to 8", kind=ValueError)
+refused(lambda: make_slices(plan, np.array([8, 0])), "must be positive", kind=ValueError)
+refused(lambda: pad_batch(Tokens(torch.ones(9)), 8), "more than the 8", kind=ValueError)
+slices = make_slices(plan, np.array([8]))
+refused(lambda: split_batch(Tokens(torch.ones(7)), slices), "pad_batch first", kind=ValueError)
 
 def fn(item):
     k, num_yields, fails_at = item
