@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM are answered while the main thread waits inside C++, where Python's handlers do not run."""
+"""SIGINT, SIGUSR1 and SIGTERM are answered while the main thread waits inside C++, where Python's handlers do not run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def end_by(*numbers: int, why: str = "none") -> tuple[int, str, str, float]:
             return process.returncode, out, err, time.monotonic() - sent
         finally:
             process.kill()
+
+
+def test_sigusr1_asks_for_an_end_as_often_as_it_comes():
+    returncode, out, err, _ = end_by(signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM)
+    assert (returncode, out) == (128 + signal.SIGTERM, "flushed True\n")
+    assert err.startswith(2 * "rank 1: told by SIGUSR1 to end, finishing this step\n")
 
 
 def test_sigterm_flushes_and_ends_the_process():

@@ -25,7 +25,8 @@ CASES = {
     "one_node": ["--gpus-per-node", "8", "--", *GENERATE, "--output", "out.jsonl", "--overlap", "on"],
     "four_nodes_requeue": [
         *("--nodes", "4", "--gpus-per-node", "8", "--cpus-per-task", "96", "--partition", "gpu,spot"),
-        *("--account", "team", "--time", "1-02:00:00", "--job-name", "night", "--requeue", "--env", "NCCL_SOCKET_IFNAME=eth0"),
+        *("--account", "team", "--time", "1-02:00:00", "--job-name", "night", "--requeue"),
+        *("--env", "NCCL_SOCKET_IFNAME=eth0"),
         *("--env", "NOTE=it's \"text\"", "--", *GENERATE, "--output", "out.jsonl"),
     ],
     "srun_pyxis": [
@@ -35,7 +36,8 @@ CASES = {
     ],
     "grid_apptainer": [
         *("--nodes", "2", "--gpus-per-node", "4", "--container", "images/torch.sif"),
-        *("--container-runtime", "apptainer", "--container-mount", "/models", "--grid", "overlap=off,on;num-ubatches=2,4", "--", *GENERATE),
+        *("--container-runtime", "apptainer", "--container-mount", "/models"),
+        *("--grid", "overlap=off,on;num-ubatches=2,4", "--", *GENERATE),
     ],
     "grid_ab_cpu": [
         *("--ranks-per-node", "2", "--requeue", "--grid", "max-num-tokens=64,128", "--"),
