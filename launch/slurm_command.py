@@ -22,12 +22,14 @@ import click
 from dbo.errors import ConfigError
 from launch import cli
 from launch.cli import FAILED, USAGE, CommandError
-from launch.config import ABOptions, GenerateOptions, Options, closest
+from launch.config import ABOptions, DoctorOptions, GenerateOptions, Options, closest
 from launch.grid import Point, collect, parse_grid
 from launch.slurm import SlurmJob
 
-RANKED: dict[str, type[Options]] = {"generate": GenerateOptions, "ab": ABOptions}
+RANKED: dict[str, type[Options]] = {"generate": GenerateOptions, "ab": ABOptions, "doctor": DoctorOptions}
 """The commands that run on many ranks, with their options."""
+RESULT = {"generate": "--output", "ab": "--report"}
+"""Where those that a grid can run put their result."""
 
 POLL_S = 2.0
 SILENCE_LIMIT_S = 300.0  # how long a controller may not answer (it restarts, say) before we stop following
@@ -104,8 +106,10 @@ def check_command(command: Sequence[str], grid: Sequence[Point] = ()) -> None:
     name, *arguments = command
     if name not in RANKED:
         raise ConfigError("command", name, f"one of {', '.join(RANKED)}", closest(name, RANKED))
-    output = {"generate": "--output", "ab": "--report"}.get(name)
-    if grid and output is not None:
+    if grid:
+        if name not in RESULT:
+            raise ConfigError("--grid", name, f"for one of {', '.join(RESULT)}", "")
+        output = RESULT[name]
         if any(argument.partition("=")[0] == output for argument in arguments):
             raise ConfigError(output, "", "left out with --grid", "every run has a directory of its own")
         arguments += ["--json", output, "-"]

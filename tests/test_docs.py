@@ -12,8 +12,9 @@ import pytest
 from launch.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs/design.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/design.md", ROOT / "docs/slurm.md"]
 TORCHRUN_OPTIONS = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
+TORCHRUN_OPTIONS |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -195,6 +195,7 @@ def test_settings_that_cannot_be_are_one_line(launch, settings, words):
         (["generate", "--model", "m", "--prompts", "-", "--output", "o"], "", "no standard input"),
         (["generate", "--model", "m", "--prompts", "p", "--output", "o", "--top-p", "2"], "", "--top-p=2"),
         (["generate", "--model", "m", "--prompts", "p", "--output=o"], "seed=1,2", "left out with --grid"),
+        (["doctor"], "seed=1,2", "for one of generate, ab"),
     ],
 )
 def test_a_command_that_would_fail_is_not_submitted(command, grid, words):
