@@ -7,7 +7,7 @@ step is run:
     split      N ubatches, one after another: what smaller kernels cost
     overlap    N ubatches, interleaved: what hiding communication gains
 
-First the equality gate: one run of each arm with the same forced tokens, every logit compared. Then rounds, each with
+First the equality gate: one run of all three with the same forced tokens, every logit compared. Then rounds, each with
 every arm once, in random order (the same on all ranks), after warm-up rounds that do not count. Every answer is
 exactly as long as it was asked to be, so all arms run the same steps.
 """
@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,11 +38,12 @@ from launch.engine import Engine, RunResult, sample_chunks
 from launch.environment import describe_environment
 from launch.log import set_up_logging
 from launch.mesh import Mesh
-from launch.prepare import share_text, token_ids_of
-from launch.report import ABReport, ArmResult, Gate, RoundTimes
+from launch.prepare import read_prompt_text, share_text, token_ids_of
+from launch.report import ABReport, ArmResult, Gate, RoundTimes, check_directory
 from launch.sampling import SamplingParams
-from launch.scheduler import Chunk, Request, Scheduler
+from launch.scheduler import Chunk, Limits, Request, Scheduler
 from launch.session import (
+    Resolved,
     banner,
     dbo_config,
     load_engine,
@@ -52,7 +54,8 @@ from launch.session import (
     together,
 )
 from launch.text import TextCodec
-from launch.workload import Prompt, read_prompts, synthetic_prompts
+from launch.traces import read_trace, trace_format, trace_prompts
+from launch.workload import BadLine, Prompt, read_prompts, synthetic_prompts
 from moe.config import ModelConfig, named_shape, read_config
 
 Arm = Literal["whole", "split", "overlap"]
@@ -68,13 +71,17 @@ GATE_TOKENS = 8
 def run(options: ABOptions) -> int:
     """Run the command on this rank; returns the exit code."""
     arms = parse_arms(options.arms)
+    if options.shape is not None:  # a shape has no weights on disk
+        options = replace(options, load_format="dummy")
     with Mesh.start(device=options.device) as mesh:
         set_up_logging(options.log_level, mesh.rank)
         mesh.peers.compare_options(shared_options(options))
         model = together(mesh, "config", lambda: model_of(options))
         resolved = together(mesh, "limits", lambda: resolve(options, model))
-        prompts = read_workload(options, resolved.model, mesh)
-        source = Path(options.model) if options.model else resolved.model
+        prompts = read_workload(options, resolved, mesh)
+        check_lengths(prompts, resolved.limits)
+        together(mesh, "report", lambda: check_directory(Path(options.report)) if mesh.rank == 0 else None)
+        source = resolved.model if options.load_format == "dummy" else Path(str(options.model))
         engine = load_engine(options, resolved, mesh, model=source)
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
@@ -124,26 +131,60 @@ def model_of(options: ABOptions) -> ModelConfig:
     config = named_shape(options.shape) if options.shape else read_config(str(options.model))
     if options.num_layers is None:
         return config
-    if options.load_format != "dummy" and options.shape is None:
+    if options.load_format != "dummy":
         raise ConfigError("--num-layers", options.num_layers, "with --shape or --load-format dummy", "")
     return replace(config, num_layers=options.num_layers)
 
 
-def read_workload(options: ABOptions, model: ModelConfig, mesh: Mesh) -> list[Prompt]:
+def read_workload(options: ABOptions, resolved: Resolved, mesh: Mesh) -> list[Prompt]:
     """All prompts, with token ids, the same on every rank. Collective; raises CommandError on every rank."""
-    if options.workload.startswith("synthetic:"):
-        return together(mesh, "workload", lambda: synthetic_prompts(options.workload, model.vocab_size, options.seed))
-    text = together(mesh, "workload", lambda: Path(options.workload).read_text() if mesh.rank == 0 else "")
+    name, vocab_size = options.workload, resolved.model.vocab_size
+    longest = resolved.limits.max_request_tokens
+    if name.startswith("synthetic:"):
+        make = partial(synthetic_prompts, name, vocab_size, options.seed, longest)
+        return together(mesh, "workload", lambda: make()[: options.max_requests])
+    text = together(mesh, "workload", lambda: read_prompt_text("--workload", name) if mesh.rank == 0 else "")
     text = share_text(mesh, "workload", text)
-    prompts, bad = read_prompts(text, options.workload, SamplingParams(max_new_tokens=options.max_new_tokens))
-    if bad:
-        raise CommandError(str(bad[0]), USAGE)
+    if kind := trace_format(text):
+        rows, bad = read_trace(text, name, kind, max_requests=options.max_requests)
+        refuse_bad_lines(bad)
+        prompts, shortened = trace_prompts(rows, vocab_size=vocab_size, longest=longest, seed=options.seed)
+        if shortened:
+            logging.info("%d of %d requests shortened to %d tokens (--max-model-len)", shortened, len(rows), longest)
+    else:
+        prompts, bad = read_prompts(text, name, SamplingParams(max_new_tokens=options.max_new_tokens))
+        refuse_bad_lines(bad)
+        prompts = prompts[: options.max_requests]
+    if not prompts:
+        raise ConfigError("--workload", name, "a file with at least one prompt")
     codec = together(mesh, "tokenizer", lambda: TextCodec.read(Path(options.model)) if options.model else None)
-    return together(mesh, "encode", lambda: [_encoded(prompt, codec, model) for prompt in prompts])
+    return together(mesh, "encode", lambda: [_encoded(prompt, codec, resolved.model) for prompt in prompts])
+
+
+def refuse_bad_lines(bad: Sequence[BadLine]) -> None:
+    """Raises CommandError, which names the first one and counts the others."""
+    if bad:
+        others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise CommandError(f"{bad[0]}{others}", USAGE)
+
+
+def check_lengths(prompts: Sequence[Prompt], limits: Limits) -> None:
+    """Raises CommandError for a prompt that the engine could not run, or whose answer would be cut short."""
+    check = Scheduler(limits).check
+    for prompt in prompts:
+        length, new = len(prompt.content), prompt.params.max_new_tokens
+        why = check(length)
+        if why is None and length + new > limits.max_request_tokens:
+            why = f"{length} + {new} new tokens are more than the {limits.max_request_tokens} that fit"
+        if why:
+            raise CommandError(f"prompt {prompt.id!r}: {why}", USAGE)
 
 
 def _encoded(prompt: Prompt, codec: TextCodec | None, model: ModelConfig) -> Prompt:
-    return replace(prompt, kind="token_ids", content=token_ids_of(prompt, codec, model.vocab_size))
+    try:
+        return replace(prompt, kind="token_ids", content=token_ids_of(prompt, codec, model.vocab_size))
+    except ValueError as error:
+        raise CommandError(f"prompt {prompt.id!r}: {error}", USAGE) from None
 
 
 @dataclass
@@ -203,14 +244,10 @@ class Experiment:
         self.engine, self.mesh, self.base = engine, engine.mesh, base
         self.rounds, self.warmup, self.seed = rounds, warmup, seed
         self.prompts = prompts
-        check = Scheduler(engine.limits).check
-        for prompt in prompts:
-            if why := check(len(prompt.content)):
-                raise CommandError(f"prompt {prompt.id!r}: {why}", USAGE)
 
     def run(self, arms: Sequence[Arm], options: ABOptions) -> ABReport:
         """The gate, then all rounds. Collective; the report is complete on every rank."""
-        gate = self._gate(arms)
+        gate = self._gate()
         results = self._measure(arms)
         return ABReport(
             command=" ".join(["python -m launch", *sys.argv[1:]]),
@@ -237,22 +274,21 @@ class Experiment:
             for prompt in mine
         ]
 
-    def _gate(self, arms: Sequence[Arm]) -> Gate:
-        """One run of each arm, compared row by row on every rank."""
+    def _gate(self) -> Gate:
+        """One run of each of the three arms, compared row by row on every rank."""
         dtype = self.engine.model.config.dtype
         tolerance = TOLERANCE[dtype]
         whole, requests = Watch(), self._requests(GATE_TOKENS)
         self.engine.run(requests, arm_config("whole", self.base), sampler=whole)
         tokens = {request.id: list(request.output_ids) for request in requests}
         seen: dict[Arm, Comparison] = {}
+        arms: tuple[Arm, ...] = ("split", "overlap")  # also when only one of them is measured
         for arm in arms:
-            if arm != "whole":
-                seen[arm] = Comparison(whole, tokens, NEAR_TIE * tolerance / TOLERANCE[torch.float32])
-                self.engine.run(self._requests(GATE_TOKENS), arm_config(arm, self.base), sampler=seen[arm])
+            seen[arm] = Comparison(whole, tokens, NEAR_TIE * tolerance / TOLERANCE[torch.float32])
+            self.engine.run(self._requests(GATE_TOKENS), arm_config(arm, self.base), sampler=seen[arm])
         overlap = seen["overlap"]
-        split = seen.get("split", overlap)
         mine = {
-            "bitwise": split.digests == overlap.digests,
+            "bitwise": seen["split"].digests == overlap.digests,
             "difference": overlap.difference,
             "tokens": overlap.tokens_equal,
         }

@@ -7,12 +7,15 @@ excludes 1.
 
 import dataclasses
 import json
+import math
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dbo.errors import ConfigError
 from launch.statistics import Interval, Summary, speedup, summarise
 
 PHASES = ("prefill", "decode", "total")
@@ -124,9 +127,7 @@ class ABReport:
 
     def text(self) -> str:
         """The table for a terminal."""
-        header = f"{'arm':<9}{'prefill ms':>22}{'decode ms/step':>22}{'tokens/s':>10}{'split steps':>16}{'padding':>9}"
-        lines = [header, "-" * len(header)]
-        lines += [_row(arm) for arm in self.arms.values()]
+        lines = _table([_COLUMNS, *(_row(arm) for arm in self.arms.values())])
         lines += [
             "",
             f"median [smallest .. largest] over {self._rounds()} rounds; tokens/s counts prompt and new tokens",
@@ -145,7 +146,11 @@ class ABReport:
         return {
             "verdict": {phase: self.verdict(phase) for phase in PHASES},
             "speedup": ratios,
-            "gate": {**dataclasses.asdict(self.gate), "passed": self.gate.passed},
+            "gate": {
+                **dataclasses.asdict(self.gate),
+                "max_relative_difference": _finite(self.gate.max_relative_difference),
+                "passed": self.gate.passed,
+            },
             "arms": {name: _arm_json(arm) for name, arm in self.arms.items()},
             "workload": self.workload,
             "options": self.options,
@@ -157,20 +162,44 @@ class ABReport:
         """Writes `ab.json` into `directory` (made if missing) and returns its path."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "ab.json"
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
     def _rounds(self) -> int:
         return len(next(iter(self.arms.values())).rounds)
 
 
-def _row(arm: ArmResult) -> str:
+def check_directory(directory: Path) -> None:
+    """Make the directory of a report, before the hours of measuring. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError("--report", str(directory), "a directory that can be written", str(error.strerror)) from None
+
+
+_COLUMNS = ("arm", "prefill ms", "decode ms/step", "tokens/s", "split steps", "padding")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first one to the left; a rule below the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "   ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _row(arm: ArmResult) -> Sequence[str]:
     decode = [ms / max(arm.decode_steps, 1) for ms in arm.times("decode")]
     rate = arm.num_tokens / (summarise(arm.times("total")).median / 1e3)
     splits = f"{arm.split_steps}/{arm.prefill_steps + arm.decode_steps}"
     padding = 1.0 - arm.num_tokens / arm.num_rows if arm.num_rows else 0.0
-    times = f"{_spread(arm.times('prefill')):>22}{_spread(decode):>22}"
-    return f"{arm.name:<9}{times}{rate:>10.0f}{splits:>16}{padding:>9.1%}"
+    return arm.name, _spread(arm.times("prefill")), _spread(decode), f"{rate:.0f}", splits, f"{padding:.1%}"
 
 
 def _spread(samples: Sequence[float]) -> str:
@@ -193,6 +222,11 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "tokens": {"computed": arm.num_tokens, "new": arm.new_tokens, "rows": arm.num_rows},
         "reasons": dict(arm.reasons),
     }
+
+
+def _finite(value: float) -> float | None:
+    """`value`, or None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
 def _plain(interval: Interval | None) -> dict[str, float] | None:

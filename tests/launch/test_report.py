@@ -63,6 +63,19 @@ def test_fewer_than_three_rounds_state_nothing() -> None:
     assert "fewer than 3 rounds" in result.verdict("prefill")
 
 
+def test_columns_stand_apart_however_long_the_numbers() -> None:
+    result = report(arm("whole", 1.0, splits=0, decode=8e7), arm("overlap", 123456789.0, seed=1))
+    header, rule, *rows = result.text().splitlines()[:4]
+    assert {len(line) for line in (rule, *rows)} == {len(header)}
+    for end in (header.index("prefill ms") + len("prefill ms"), header.index("ms/step") + len("ms/step")):
+        assert all(row[end - 1] in "]-" and row[end : end + 3] == "   " for row in rows)
+
+
+def test_a_difference_without_a_number_is_still_json(tmp_path: Path) -> None:
+    result = report(arm("whole", 1.0, splits=0), arm("overlap", 1.0), difference=float("nan"))
+    assert json.loads(result.write(tmp_path).read_text())["gate"]["max_relative_difference"] is None
+
+
 def test_table_and_json_hold_splits_padding_and_samples(tmp_path: Path) -> None:
     result = report(arm("whole", 150.0, splits=0), arm("overlap", 100.0, seed=1))
     table = result.text()

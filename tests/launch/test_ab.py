@@ -1,0 +1,114 @@
+"""`ab` as a user runs it on one rank: what it refuses before it measures, and that its gate fails when it must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from launch.__main__ import main
+from launch.engine import Engine
+
+SPLITTING = ["--allow-single-rank", "--dbo-prefill-token-threshold", "2", "--dbo-decode-token-threshold", "2"]
+SMALL = "synthetic:requests=3,prompt_tokens=5-9,new_tokens=2"
+
+
+@pytest.fixture
+def ab(tmp_path, capsys, fresh_logging):
+    """Run `ab` on one rank, here; gives (exit code, standard output, standard error)."""
+
+    def run(*argv: str, workload: str = SMALL, model: tuple[str, ...] = ("--shape", "tiny")):
+        needed = ["--device", "cpu", "--rounds", "3", "--warmup", "0", "--log-level", "error"]
+        where = ["--report", str(tmp_path / "report"), "--workload", workload]
+        code = cli.run(main, ["ab", *needed, *where, *model, *argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def read_report(tmp_path: Path):
+    """The report, as strict JSON."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads((tmp_path / "report" / "ab.json").read_text(), parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("argv", "content", "words"),
+    [
+        (["--arms", "whole"], None, ["--arms", "overlap"]),
+        (["--arms", "whole,overlap,fast"], None, ["--arms", "fast", "split"]),
+        (["--num-layers", "1", "--shape", "no such"], None, ["no such", "mixtral-8x7b"]),
+        (["--report", "/dev/null"], None, ["--report", "/dev/null"]),
+        (["--workload", "no-such.jsonl"], None, ["--workload", "no-such.jsonl", "No such file"]),
+        ([], "\n", ["--workload", "at least one prompt"]),
+        ([], '{"prompt": "x"}', ["prompt '1'", "no tokenizer.json"]),
+        ([], '{"token_ids": [99999]}', ["prompt '1'", "99999"]),
+        (["--max-model-len", "4"], '{"token_ids": [1, 2, 3, 4, 5]}', ["prompt '1'", "--max-model-len is 4"]),
+        (["--max-model-len", "4"], '{"id": "a", "token_ids": [1], "max_new_tokens": 9}', ["prompt 'a'", "1 + 9"]),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_is_measured(ab, tmp_path, argv, content, words):
+    workload = SMALL
+    if content is not None:
+        (tmp_path / "in.jsonl").write_text(content)
+        workload = str(tmp_path / "in.jsonl")
+    code, out, err = ab(*argv, workload=workload)
+    assert (code, out) == (2, "")
+    (line,) = [line for line in err.splitlines() if not line.startswith("weights")]
+    assert all(word in line for word in words), line
+
+
+def test_fewer_layers_with_random_weights(ab, tmp_path, tiny_models):
+    few = ("--model", tiny_models("mixtral").directory, "--load-format", "dummy", "--num-layers", "1")
+    code, out, _ = ab(*SPLITTING, model=few)
+    assert code == 0
+    assert "equality gate passed" in out
+    report = read_report(tmp_path)
+    assert report["arms"]["overlap"]["split_steps"]["prefill"] > 0
+    assert report["arms"]["whole"]["split_steps"] == {"prefill": 0, "decode": 0}
+
+
+def test_the_gate_fails_on_one_bit_also_when_split_is_not_measured(ab, tmp_path, monkeypatch):
+    forward = Engine.forward
+
+    def faulty(self, schedule, plan, dbo):
+        hidden = forward(self, schedule, plan, dbo)
+        return hidden * (1 + 1e-6) if plan.should_ubatch and dbo.interleave else hidden
+
+    monkeypatch.setattr(Engine, "forward", faulty)
+    code, out, _ = ab(*SPLITTING, "--arms", "whole,overlap")
+    assert code == 1
+    assert "equality gate FAILED: split and overlap DIFFER" in out
+    assert "faster" not in out
+    report = read_report(tmp_path)
+    assert (list(report["arms"]), report["gate"]["passed"]) == (["whole", "overlap"], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "row", "broken"),
+    [
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:15:46.68{0},{0},3", "now,1,1"),
+        ("t.jsonl", "", '{{"timestamp": {0}, "input_length": {0}, "output_length": 2, "hash_ids": [0]}}', "{"),
+    ],
+)
+def test_a_trace_is_replayed_and_its_bad_rows_are_named(ab, tmp_path, name, head, row, broken):
+    trace = tmp_path / name
+    rows = [row.format(length) for length in (7, 500, 9, 30)]
+    trace.write_text(head + "\n".join(rows))
+    code, _, err = ab(
+        *SPLITTING, "--max-requests", "3", "--max-model-len", "16", "--log-level", "info", workload=str(trace)
+    )
+    assert code == 0, err
+    assert "1 of 3 requests shortened to 16 tokens (--max-model-len)" in err
+    trace.write_text(head + "\n".join([*rows, broken, broken]))
+    code, out, err = ab(workload=str(trace))
+    line = len(rows) + 1 + head.count("\n")
+    assert (code, out) == (2, "")
+    assert f"{trace}:{line}: " in err
+    assert "(and 1 more)" in err
