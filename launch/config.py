@@ -159,8 +159,12 @@ class ABOptions(EngineOptions):
     )
     num_layers: int | None = option(None, "Layers to run of a model with random weights.", check=at_least(1))
     workload: str = option(
-        help="Prompt file (as for generate), or synthetic:requests=16,prompt_tokens=64-256,new_tokens=16.",
+        help="Prompt file (as for generate), Azure or Mooncake trace, or "
+        "synthetic:requests=16,prompt_tokens=64-256,new_tokens=lognormal:16:0.8.",
         metavar="FILE|synthetic:...",
+    )
+    max_requests: int | None = option(
+        None, "Take this many requests of the workload, the first ones.", check=at_least(1)
     )
     report: str = option(help="Directory for ab.json.", metavar="DIR")
     arms: str = option("whole,split,overlap", "Arms to compare, of whole, split and overlap.")

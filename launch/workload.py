@@ -7,6 +7,7 @@ rank. A malformed line never stops the others: it is a `BadLine` with its number
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -144,36 +145,57 @@ def _params(row: Mapping[str, Any], request_id: str, defaults: SamplingParams) -
     )
 
 
-_SYNTHETIC = {"requests": (16, 16), "prompt_tokens": (128, 128), "new_tokens": (16, 16)}
+def fit_lengths(prompt_tokens: int, new_tokens: int, longest: int) -> tuple[int, int]:
+    """Both lengths, together at most `longest`: the answer is cut to half of it at most, then the prompt."""
+    if prompt_tokens + new_tokens <= longest:
+        return prompt_tokens, new_tokens
+    new_tokens = min(new_tokens, longest // 2)
+    return min(prompt_tokens, longest - new_tokens), new_tokens
 
 
-def synthetic_prompts(spec: str, vocab_size: int, seed: int) -> list[Prompt]:
-    """Random prompts for `synthetic:requests=16,prompt_tokens=64-256,new_tokens=16`; a range is drawn from evenly.
+Draw = Callable[[random.Random], int]
+_SYNTHETIC = {"requests": "16", "prompt_tokens": "128", "new_tokens": "16"}
+_VALUES = "N, N-M or lognormal:MEDIAN:SIGMA"
 
-    The same for the same arguments. Raises ConfigError for a key or value that makes no sense.
+
+def synthetic_prompts(spec: str, vocab_size: int, seed: int, longest: int | None = None) -> list[Prompt]:
+    """Random prompts for `synthetic:requests=16,prompt_tokens=64-256,new_tokens=lognormal:16:0.8`.
+
+    `N-M` is drawn from evenly; a lognormal draw is rounded and at least 1. Where one is among the lengths, prompt and
+    answer are shortened to `longest` tokens together, since its tail has no end. The same for the same arguments.
+    Raises ConfigError for a key or value that makes no sense.
     """
-    ranges = _ranges(spec)
+    draws = _draws(spec)
     rng = random.Random(seed)
-    low, high = ranges["requests"]
     prompts = []
-    for index in range(rng.randint(low, high)):
-        length, new_tokens = rng.randint(*ranges["prompt_tokens"]), rng.randint(*ranges["new_tokens"])
+    for index in range(draws["requests"](rng)):
+        length, new_tokens = draws["prompt_tokens"](rng), draws["new_tokens"](rng)
+        if longest is not None and "lognormal" in spec:
+            length, new_tokens = fit_lengths(length, new_tokens, longest)
         token_ids = [rng.randrange(vocab_size) for _ in range(length)]
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         prompts.append(Prompt(id=str(index), index=index, kind="token_ids", content=token_ids, params=params))
     return prompts
 
 
-def _ranges(spec: str) -> dict[str, tuple[int, int]]:
-    ranges = dict(_SYNTHETIC)
+def _draws(spec: str) -> dict[str, Draw]:
+    texts = dict(_SYNTHETIC)
     for part in filter(None, spec.removeprefix("synthetic:").split(",")):
         name, _, text = part.partition("=")
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-        if name not in ranges:
-            allowed = ", ".join(f"{known}=N or N-M" for known in ranges)
-            raise ConfigError("--workload", part, allowed, closest(name, ranges))
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= low <= high:
-            raise ConfigError("--workload", part, f"{name}=N or N-M with 1 <= N <= M", "")
-        ranges[name] = (low, high)
-    return ranges
+        if name not in texts:
+            allowed = ", ".join(f"{known}=..." for known in texts)
+            raise ConfigError("--workload", part, f"{allowed} with {_VALUES}", closest(name, texts))
+        texts[name] = text
+    return {name: _draw(name, text) for name, text in texts.items()}
+
+
+def _draw(name: str, text: str) -> Draw:
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+        low, high = int(match[1]), int(match[2] or match[1])
+        if 1 <= low <= high:
+            return lambda rng: rng.randint(low, high)
+    if match := re.fullmatch(r"lognormal:(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", text):
+        median, sigma = float(match[1]), float(match[2])
+        if median >= 1 and sigma <= 4:
+            return lambda rng: max(1, round(rng.lognormvariate(math.log(median), sigma)))
+    raise ConfigError("--workload", f"{name}={text}", f"{_VALUES}, 1 <= N <= M, 1 <= MEDIAN, SIGMA <= 4", "")

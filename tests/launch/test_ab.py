@@ -93,8 +93,8 @@ def test_the_gate_fails_on_one_bit_also_when_split_is_not_measured(ab, tmp_path,
 @pytest.mark.parametrize(
     ("name", "head", "row", "broken"),
     [
-        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:15:46.68{0},{0},3", "now,1,1"),
-        ("t.jsonl", "", '{{"timestamp": {0}, "input_length": {0}, "output_length": 2, "hash_ids": [0]}}', "{"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:15:46.68,{},3", "now,1,1"),
+        ("t.jsonl", "", '{{"timestamp": 0, "input_length": {}, "output_length": 2, "hash_ids": [0]}}', "{"),
     ],
 )
 def test_a_trace_is_replayed_and_its_bad_rows_are_named(ab, tmp_path, name, head, row, broken):

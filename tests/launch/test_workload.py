@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from dbo.errors import ConfigError
 from launch.sampling import SamplingParams, request_seed
-from launch.workload import read_prompts
+from launch.workload import read_prompts, synthetic_prompts
 
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=3)
 
@@ -68,3 +70,31 @@ def test_a_bad_line_is_named_and_the_others_stay(line, words):
     (error,) = bad
     assert str(error).startswith("p:2: ")
     assert words in str(error)
+
+
+def test_synthetic_lengths_are_drawn_as_asked():
+    spec = "synthetic:requests=400,prompt_tokens=lognormal:40:0.8,new_tokens=3-5"
+    prompts = synthetic_prompts(spec, 100, seed=1)
+    lengths = sorted(len(prompt.content) for prompt in prompts)
+    assert 34 <= lengths[200] <= 46  # the median
+    assert 0.6 <= math.log(lengths[336] / lengths[200]) <= 1.0  # one sigma above it
+    assert {prompt.params.max_new_tokens for prompt in prompts} == {3, 4, 5}
+    assert prompts == synthetic_prompts(spec, 100, seed=1) != synthetic_prompts(spec, 100, seed=2)
+    short = synthetic_prompts(spec, 100, seed=1, longest=50)
+    assert max(len(prompt.content) + prompt.params.max_new_tokens for prompt in short) == 50
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("prompt_tokens=0", "prompt_tokens=0"),
+        ("prompt_tokens=9-3", "1 <= N <= M"),
+        ("new_tokens=lognormal:0.5:1", "1 <= MEDIAN"),
+        ("new_tokens=lognormal:9:9", "SIGMA <= 4"),
+        ("prompt=3", "did you mean prompt_tokens?"),
+    ],
+)
+def test_synthetic_values_that_make_no_sense_are_refused(part, words):
+    with pytest.raises(ConfigError, match="--workload") as caught:
+        synthetic_prompts(f"synthetic:{part}", 100, seed=0)
+    assert words in str(caught.value)
