@@ -118,6 +118,21 @@ def test_a_hook_for_a_sibling_that_ends_is_run(driver: Any) -> None:
 
 
 @both_drivers
+def test_a_second_hook_for_the_same_sibling_does_not_replace_the_first(driver: Any) -> None:
+    log: list[str] = []
+
+    def fn(k: int) -> None:
+        if k == 0:
+            register_recv_hook(lambda: log.append("first"))
+            register_recv_hook(lambda: log.append("second"))
+        yield_turn("dispatch")
+        assert log == ["first", "second"]
+
+    with UBatchRunner(2, device=CPU, driver=driver) as runner:
+        runner.run(fn, [0, 1])
+
+
+@both_drivers
 def test_no_hook_survives_a_failed_step(driver: Any) -> None:
     log: list[int] = []
 

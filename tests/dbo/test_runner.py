@@ -261,9 +261,9 @@ def test_an_interrupt_at_any_moment(make: Callable[..., UBatchRunner], driver: s
 
     runner, rng, outcomes = make(3, driver), random.Random(0), {"interrupted": 0, "done": 0}
     before = signal.signal(signal.SIGALRM, interrupt)
-    end = time.monotonic() + 1.5
+    start = time.monotonic()
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < start + (1.5 if min(outcomes.values()) > 10 else 30):  # a busy host needs longer
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 3e-4))
                 got = runner.run(fn, [0, 1, 2])
