@@ -231,13 +231,18 @@ def _read_config(path: Path) -> DenseConfig:
         raise UpcycleError(f"{path}: model type {family!r} cannot be upcycled: {why} (supported: {supported})")
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for key in required:
-        if not isinstance(raw.get(key), int):
+        if raw.get(key) is None:
             raise UpcycleError(f"{path}: {key} is missing")
+        if isinstance(raw[key], bool) or not isinstance(raw[key], int) or raw[key] < 1:
+            raise UpcycleError(f"{path}: {key}={raw[key]!r} is not allowed: an integer, 1 or more")
     for key, only in _ONLY.items():
         if (raw.get(key) or only) != only:
             raise UpcycleError(f"{path}: Mixtral has no place for {key}={raw[key]!r}")
     raw = {**_FAMILIES[family], **raw}
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UpcycleError(f"{path}: rope_parameters={rope!r} is not allowed: an object")
+    rope = dict(rope)
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     return DenseConfig(
@@ -390,7 +395,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises UpcycleError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UpcycleError(f"{path}: cannot be read ({error})") from None
     if not isinstance(value, dict):
         raise UpcycleError(f"{path}: expected a JSON object")

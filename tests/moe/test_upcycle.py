@@ -276,6 +276,9 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "no place for tensor model.layers.1."),
         ({"hidden_size": None}, "config.json: hidden_size is missing"),
+        ({"hidden_size": "32"}, "config.json: hidden_size='32' is not allowed: an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not allowed: an integer, 1 or more"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' is not allowed: an object"),
     ],
 )
 def test_sources_that_are_no_mixtral(dense: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -314,9 +317,10 @@ def test_damaged_and_missing_files(dense: Path, tmp_path: Path) -> None:
     assert "model.safetensors: not a readable safetensors file" in refused(dense)
     (dense / "model.safetensors").unlink()
     assert "no model*.safetensors" in refused(dense)
-    (dense / "config.json").write_text("{")
     (dense / "model.safetensors").write_bytes(whole)
-    assert "config.json: cannot be read" in refused(dense)
+    for broken in ("{", "[" * 100_000):
+        (dense / "config.json").write_text(broken)
+        assert "config.json: cannot be read" in refused(dense)
 
 
 # --- command -------------------------------------------------------------------------------------------------
