@@ -78,7 +78,7 @@ def collect(grid: Path) -> str:
     Several runs may end at once: the lock makes the last report the complete one.
     """
     if not grid.is_dir():
-        raise ConfigError("--collect", str(grid), "the directory of a grid", "")
+        raise ConfigError("--collect", str(grid), "the directory of a grid", "if all runs ended early, see their logs")
     with (grid / ".lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         runs = [_read_run(directory) for directory in sorted(grid.iterdir()) if directory.is_dir()]

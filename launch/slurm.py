@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _IMAGE = re.compile(r"[A-Za-z0-9/._][A-Za-z0-9/._:@#+-]{0,511}")
-_PATH = re.compile(r"[A-Za-z0-9/._~][A-Za-z0-9/._+=@-]{0,511}")
+_PATH = re.compile(r"[A-Za-z0-9/._][A-Za-z0-9/._+=@-]{0,511}")
 _MOUNT = re.compile(r"/[A-Za-z0-9/._+=@-]{0,511}(:/[A-Za-z0-9/._+=@-]{1,511})?(:r[ow])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*")  # one line, whatever reads it
@@ -90,6 +90,16 @@ class SlurmJob:
         """Slurm's tasks on a node."""
         return self.ranks_per_node if self.launcher == "srun" else 1
 
+    @property
+    def ranks_per_task(self) -> int:
+        """Ranks that share a task of Slurm, and its cores."""
+        return self.ranks_per_node // self.tasks_per_node
+
+    @property
+    def num_cpus(self) -> int:
+        """Cores of a task; Slurm's own default would be one, even for eight ranks."""
+        return self.cpus_per_task or self.ranks_per_task
+
     def text(self) -> str:
         """The job file."""
         parts = [
@@ -110,7 +120,7 @@ class SlurmJob:
             f"--job-name={self.job_name}",
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.tasks_per_node}",
-            f"--cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else "",
+            f"--cpus-per-task={self.num_cpus}",
             f"--gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else "",
             f"--partition={self.partition}" if self.partition else "",
             f"--account={self.account}" if self.account else "",
@@ -125,8 +135,7 @@ class SlurmJob:
         return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {s}\n" for s in settings if s) + "\n" + how
 
     def _environment(self) -> str:
-        threads = (self.cpus_per_task or 1) // (self.ranks_per_node // self.tasks_per_node)
-        lines = [f"export OMP_NUM_THREADS={max(1, threads)}"]
+        lines = [f"export OMP_NUM_THREADS={max(1, self.num_cpus // self.ranks_per_task)}"]
         for setting in self.env:
             name, _, value = setting.partition("=")
             lines.append(f"export {name}={shlex.quote(value)}")
@@ -163,7 +172,7 @@ class SlurmJob:
         flags = [
             "srun",
             "--kill-on-bad-exit=0",  # ranks notice one that failed, and save first
-            f"--cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else "",
+            f"--cpus-per-task={self.num_cpus}",  # srun does not take it from the job
             *self._container_flags(),
         ]
         torchrun = [

@@ -45,7 +45,7 @@ _OVER = frozenset(
 @click.option("--launcher", type=click.Choice(["torchrun", "srun"]), default="torchrun", show_default=True,
               help="torchrun on each node, or one task for each rank.")  # fmt: skip
 @click.option("--cpus-per-task", type=int,
-              help="Cores of a Slurm task: of a rank with srun, of all ranks of a node with torchrun.")  # fmt: skip
+              help="Cores of a Slurm task, a rank under srun, a node's ranks under torchrun; one a rank if not given.")  # fmt: skip
 @click.option("--partition", help="Partition, or several with commas.")
 @click.option("--account", help="Account to charge.")
 @click.option("--time", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
@@ -155,7 +155,7 @@ def follow(job: SlurmJob, job_id: str) -> int:
         click.echo(f"\njob {job_id} goes on; `scancel {job_id}` ends it", err=True)
         raise
     if job.grid:
-        click.echo((_grid_directory(job, job_id) / "report.txt").read_text(), nl=False)
+        click.echo(collect(Path(job.output_dir) / f"{job.job_name}-{job_id}"), nl=False)
     return follower.exit_code()
 
 
@@ -201,14 +201,11 @@ class _Follower:
             return  # many logs at once tell nothing
         with contextlib.suppress(FileNotFoundError), _log(self.job, self.job_id).open("rb") as log:
             log.seek(self._offset)
-            sys.stderr.write(log.read().decode(errors="replace"))
-            sys.stderr.flush()
+            stderr = click.get_binary_stream("stderr")
+            stderr.write(log.read())
+            stderr.flush()
             self._offset = log.tell()
 
 
 def _log(job: SlurmJob, job_id: str) -> Path:
     return Path(job.output_dir) / f"{job.job_name}-{job_id}{'_*' if job.grid else ''}.log"
-
-
-def _grid_directory(job: SlurmJob, job_id: str) -> Path:
-    return Path(job.output_dir) / f"{job.job_name}-{job_id}"
