@@ -175,6 +175,7 @@ class Mesh:
             start_limit_s=limit_s,
         )
         self._forced_end: threading.Timer | None = None
+        self._forced_end_lock = threading.Lock()
         self.peers.on_failure(self._abort)
         self.peers.on_failure(self._limit_unwinding)
         try:
@@ -263,16 +264,20 @@ class Mesh:
 
     def _limit_unwinding(self) -> None:
         """A rank that is busy with something else when another fails must not keep its host from the end of the job."""
-        if self.signals is not None and (self._forced_end is None or not self._forced_end.is_alive()):
+        with self._forced_end_lock:  # the watcher's thread is here, while `renew` may be getting over the same failure
+            over = self.peers.wait_failure(0) is None
+            if self.signals is None or over or (self._forced_end is not None and self._forced_end.is_alive()):
+                return
             self._forced_end = threading.Timer(UNWIND_LIMIT_S, self._end_by_force)
             self._forced_end.daemon = True
             self._forced_end.start()
 
     def _unlimit_unwinding(self) -> None:
-        if self._forced_end is not None:
-            self._forced_end.cancel()
-            self._forced_end.join(1.0)
-            self._forced_end = None
+        with self._forced_end_lock:
+            forced_end, self._forced_end = self._forced_end, None
+        if forced_end is not None:
+            forced_end.cancel()
+            forced_end.join(1.0)
 
     def _end_by_force(self) -> None:
         if self.signals is not None and (failure := self.peers.wait_failure(0)) is not None:
