@@ -23,6 +23,7 @@ from launch.config import DoctorOptions
 from launch.doctor import host, links, run
 from launch.doctor.base import Cohort, Finding, Outcome, attempt, differing, ranks_text
 from launch.doctor.report import Report
+from tests.hosts import CAN_RUN, Hosts, HostsCommand
 from tests.ranks import RankCommand
 
 ONE_HOST = Cohort(hosts={0: "a", 1: "a"}, networks={0: "n", 1: "n"}, device="cpu")
@@ -420,10 +421,14 @@ def come_late(ctx):
 # -------------------------------------------------------------------------------------------------- the whole command
 
 
+def program(*argv: str, before: str = ":") -> list[str]:
+    """The command, after some shell, for a launcher that is told `--no-python`."""
+    return ["bash", "-c", f'{before}; exec "$0" -m launch doctor "$@"', sys.executable, *argv]
+
+
 def doctor(num_ranks: int, *argv: str, before: str = ":"):
     """The command under torch's launcher; `before` is shell that each rank runs first."""
-    program = ["bash", "-c", f'{before}; exec "$0" -m launch doctor "$@"', sys.executable, *argv]
-    with RankCommand(num_ranks, program, launcher_args=["--no-python"]) as command:
+    with RankCommand(num_ranks, program(*argv, before=before), launcher_args=["--no-python"]) as command:
         return command.wait(100)
 
 
@@ -439,6 +444,42 @@ def test_the_whole_command_says_that_all_is_fine():
     done = doctor(2, "--device", "cpu", "--expect-interface", "lo")
     assert (done.returncode, done.stdout.splitlines()[-1].split(", cpu: ")[0]) == (0, "2 ranks on 1 host"), done.stdout
     assert "FAIL" not in done.stdout
+
+
+def on_hosts(made: Hosts, before: str = ":") -> tuple[dict, dict[str, int]]:
+    """What the doctor says on several hosts, and the rank of each by name."""
+    with HostsCommand(made, ["--no-python", *program("--json", "--device", "cpu", before=before)]) as command:
+        ended = command.wait(150)  # most of it is the launcher's
+    report = json.loads("".join(node.stdout for node in ended))
+    assert {node.returncode for node in ended} == {1}
+    return report, {rank["host"]: rank["rank"] for rank in report["ranks"]}
+
+
+@pytest.mark.skipif(not CAN_RUN, reason="needs root, ip, tc and iptables")
+def test_a_firewall_between_two_of_three_hosts():
+    with Hosts(3) as made:
+        made.part(1, 2)
+        report, ranks = on_hosts(made)
+    pair = sorted((ranks["node1"], ranks["node2"]))
+    ((check, who, what),) = failures(report)
+    assert (check, who) == ("reach", pair)
+    assert what.count("does not answer (packets are dropped)") == 2
+    assert all(sum(made["elapsed_ms"] for made in rank["checks"].values()) < 30_000 for rank in report["ranks"])
+    measured = {tuple(sorted((r["rank"], int(o)))) for r in report["ranks"] for o in r["checks"]["gloo"]["facts"]["to"]}
+    assert measured == {(0, 1), (0, 2), (1, 2)} - {tuple(pair)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_RUN, reason="needs root, ip, tc and iptables")
+def test_an_interface_that_other_hosts_cannot_reach():
+    with Hosts(2) as made:
+        report, ranks = on_hosts(made, '[ "$(hostname)" = node0 ] || export GLOO_SOCKET_IFNAME=lo')
+    address, reach = failures(report)
+    what = "gloo uses 127.0.0.1 (GLOO_SOCKET_IFNAME=lo), which other hosts cannot reach"
+    assert address == ("address", [ranks["node1"]], what)
+    assert reach[:2] == ("reach", [0, 1])
+    assert f"rank {ranks['node0']} cannot connect to rank {ranks['node1']}: 127.0.0.1:" in reach[2]
+    assert "this host has lo (127.0.0.1), eth0 (10.77.0.2)" in report["findings"][0]["remedy"]
 
 
 def test_one_process_alone(capsys, monkeypatch):
