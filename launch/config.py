@@ -140,7 +140,7 @@ class GenerateOptions(EngineOptions):
     logprobs: int | None = option(
         None, "Add the log-probability of each token and of this many likeliest ones.", check=at_least(0)
     )
-    resume: bool = option(False, "Keep what the output file holds and run the other prompts only.")
+    resume: bool = option(False, "Keep the answers in the output file and run the other prompts only, errors again.")
     metrics: str | None = option(None, "Write what every step did, one JSON object a line.", metavar="FILE")
     metrics_port: int | None = option(
         None, "Let Prometheus read metrics at this port of rank 0's host; 0 takes a free one.", check=at_least(0)
