@@ -58,18 +58,19 @@ class Hosts:
         _run("ip", "-n", self._hub, "link", "set", "bridge", "up")
         known = "".join(f"{self.address(i)} {name}\n" for i, name in enumerate(self.names))
         for i, name in enumerate(self.names):
-            files = Path("/etc/netns") / self._namespace(i)  # `ip netns exec` shows these files in /etc
+            files = Path("/etc/netns") / self.namespace(i)  # `ip netns exec` shows these files in /etc
             files.mkdir(parents=True)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
-            _run("ip", "netns", "add", self._namespace(i))
-            _run("ip", "link", "add", "eth0", "netns", self._namespace(i), "type", "veth",
+            _run("ip", "netns", "add", self.namespace(i))
+            _run("ip", "link", "add", "eth0", "netns", self.namespace(i), "type", "veth",
                  "peer", "name", name, "netns", self._hub)  # fmt: skip
             _run("ip", "-n", self._hub, "link", "set", name, "master", "bridge", "up")
-            _run("ip", "-n", self._namespace(i), "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            _run("ip", "-n", self.namespace(i), "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _run("ip", "-n", self._namespace(i), "link", "set", device, "up")
+                _run("ip", "-n", self.namespace(i), "link", "set", device, "up")
 
-    def _namespace(self, host: int) -> str:
+    def namespace(self, host: int) -> str:
+        """The name of the host's network namespace."""
         return f"{self._tag}-{host}"
 
     def address(self, host: int) -> str:
@@ -80,11 +81,13 @@ class Hosts:
         """`argv`, to be run on a host: under its name, seeing no process of the others."""
         named = 'hostname "$1" && shift && exec "$@"'
         apart = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return ["ip", "netns", "exec", self._namespace(host), *apart, "sh", "-c", named, "sh", self.names[host], *argv]
+        # Should this process be killed, `setpriv` makes the next one go with it, which takes its children along.
+        within = ["ip", "netns", "exec", self.namespace(host), "setpriv", "--pdeathsig", "KILL", *apart]
+        return [*within, "sh", "-c", named, "sh", self.names[host], *argv]
 
     def pids(self, host: int) -> list[int]:
         """Every process that runs on a host."""
-        return [int(pid) for pid in _run("ip", "netns", "pids", self._namespace(host)).split()]
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace(host)).split()]
 
     # ------------------------------------------------------------------ what happens to hosts and links
 
@@ -115,7 +118,7 @@ class Hosts:
     def limit(self, host: int, rate: str | None) -> None:
         """Shape what a host sends and what it gets to `rate` (as `tc` takes it: `10mbit`); None is no limit."""
         change = ("add", "root", "tbf", "rate", rate, "burst", "16kb", "latency", "200ms") if rate else ("del", "root")
-        for namespace, device in ((self._namespace(host), "eth0"), (self._hub, self.names[host])):
+        for namespace, device in ((self.namespace(host), "eth0"), (self._hub, self.names[host])):
             _run("tc", "-n", namespace, "qdisc", change[0], "dev", device, *change[1:])
 
     def delay(self, host: int, seconds: float) -> None:
@@ -125,14 +128,14 @@ class Hosts:
         plug = f"ip link set {device} nomaster; ip link set {outer} master bridge up; ip link set {inner} up"
         relay = [sys.executable, str(REPOSITORY / "tests/relay.py")]
         for i in range(len(self.names)):
-            _run("ip", "netns", "exec", self._namespace(i), *relay, "eth0")
+            _run("ip", "netns", "exec", self.namespace(i), *relay, "eth0")
         _run("ip", "netns", "exec", self._hub, "sh", "-c", plug)
         here = ["ip", "netns", "exec", self._hub]
         self._relays.append(subprocess.Popen([*here, *relay, device, inner, str(seconds)]))
 
     def _iptables(self, host: int, chain: str, *rule: str) -> None:
         add = () if chain.startswith("-") else ("-A",)
-        _run("ip", "netns", "exec", self._namespace(host), "iptables", "-w", *add, chain, *rule)
+        _run("ip", "netns", "exec", self.namespace(host), "iptables", "-w", *add, chain, *rule)
 
     def close(self) -> None:
         """Kill what runs and remove what was made."""
@@ -142,8 +145,8 @@ class Hosts:
         for i in range(len(self.names)):
             with contextlib.suppress(RuntimeError):
                 self.kill(i)
-            shutil.rmtree(Path("/etc/netns") / self._namespace(i), ignore_errors=True)
-        for namespace in (*map(self._namespace, range(len(self.names))), self._hub):
+            shutil.rmtree(Path("/etc/netns") / self.namespace(i), ignore_errors=True)
+        for namespace in (*map(self.namespace, range(len(self.names))), self._hub):
             with contextlib.suppress(RuntimeError):
                 _run("ip", "netns", "del", namespace)
         with contextlib.suppress(OSError):
