@@ -170,7 +170,7 @@ class Peers:
                 continue
             busy_s = int(beat.split()[1])
             if busy_s >= BUSY_S or beat == self._beats_read.get(peer.rank):
-                how = f"busy for {busy_s} s" if busy_s else "silent"
+                how = f"busy for {busy_s} s" if busy_s >= BUSY_S else "silent"
                 late[peer.rank] = f"rank {peer.rank} on {peer.host} ({how})"
             self._beats_read[peer.rank] = beat
         return late

@@ -147,6 +147,48 @@ def test_a_silent_host_is_given_up_but_not_a_silent_rank(start):
     assert "nothing was heard from its host" in failure.reason
 
 
+def test_a_broken_connection_halves_the_patience_with_a_silent_host(start):
+    limit_s = 4.0
+    peers = start(3, hosts="abc", silence_limit_s=limit_s)
+    peers[2]._listen = lambda: peers[2]._closing.wait(60)  # its last beat is one second old at most
+    silent = time.monotonic()
+    explained = on_all(peers[:2], lambda p: p.explain(RuntimeError("Connection reset by peer")))
+    assert [error.rank for error in explained] == [2, 2]
+    assert time.monotonic() - silent < limit_s
+
+
+def test_late_is_who_does_not_wait(start, monkeypatch):
+    monkeypatch.setattr("dbo.peers.BUSY_S", 1.0)
+    peers = start(3, hosts="abc")
+    assert peers[0].late() == {}
+    until = time.monotonic() + 3.2
+    while time.monotonic() < until:
+        peers[0].check()
+        peers[1].check()
+        time.sleep(0.05)
+    late = peers[0].late()
+    assert list(late) == [2]
+    assert "rank 2 on c (busy for" in late[2]
+    assert list(peers[1].late()) == [2]
+    peers[1]._listen = peers[2]._listen = lambda: peers[2]._closing.wait(60)
+    time.sleep(1.5)
+    peers[0].late()
+    assert sorted(peers[0].late()) == [1, 2]  # neither is heard any more
+
+
+def test_one_rank_of_every_host_speaks_of_a_failure(start):
+    def speakers(failure: PeerFailed) -> list[int]:
+        return [peer.rank for peer in peers if peer.rank != failure.rank and peer.speaks_of(failure)]
+
+    peers = start(4, hosts="aabb")
+    assert speakers(PeerFailed(0, "a", "killed")) == [1, 2]
+    assert speakers(PeerFailed(3, "b", "killed")) == [0, 2]
+    peers[3].fail("out of memory")
+    for peer in peers[:3]:
+        assert peer.wait_failure(5)
+    assert speakers(PeerFailed(3, "b", "out of memory")) == [0]  # it has said so itself on b
+
+
 def test_a_process_that_ends_is_missed_at_once():
     """Rank 1 is a process that introduces itself and is killed; the others see it through its descriptor."""
     import json

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -91,6 +93,47 @@ def test_survivors_add_their_rows_after_rank_0_died_within_a_line(ends):
         poster.rescue(file)
     assert sorted(read_rows(file)) == ["a", "b", "c"]
     assert file.read_text().count('"id": "a"') == 1
+
+
+def test_a_file_of_the_same_name_on_another_disk_is_left_alone(ends, tmp_path):
+    _, (one, _), file, _ = ends
+    append_row(other := tmp_path / "another.jsonl", row("old"))
+    one.rescue(other)  # nothing to save
+    one.add(row("a"))
+    with pytest.raises(OSError, match=r"1 finished rows are lost.*another"):
+        one.rescue(other)
+    assert list(read_rows(other)) == ["old"]
+    one.rescue(file)
+    assert list(read_rows(file)) == ["a"]
+
+
+def test_a_file_that_takes_no_more_ends_with_a_whole_row(ends, monkeypatch):
+    """A full disk takes a part of a row, and then nothing."""
+    collector, (one, _), file, _ = ends
+    collector.add(row("a"))
+    one.add(row("c"))
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", lambda descriptor, data: write(descriptor, data[:5]))
+        with pytest.raises(OSError, match=r"No space left on device: '.*out.jsonl'"):
+            collector.add(row("b"))
+    assert file.read_text().endswith("\n")
+    collector.drain()  # the file has failed: nothing more is tried
+    assert list(read_rows(file)) == ["a"]
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    write_rows(file := tmp_path / "out.jsonl", [row("a")])
+    monkeypatch.setattr("pathlib.Path.write_text", _write_a_part)
+    with pytest.raises(OSError, match=r"out.jsonl"):
+        write_rows(file, [row("b")])
+    assert list(read_rows(file)) == ["a"]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def _write_a_part(file, text: str) -> None:
+    file.write_bytes(text.encode()[:5])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_missing_file_has_no_rows(tmp_path):
