@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 
@@ -71,4 +72,6 @@ main = cli.LazyGroup(
 )
 
 if __name__ == "__main__":
+    # c10d prints a C++ stack for every connection that breaks; what failed is said once, by the command.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(cli.run(main))
