@@ -19,6 +19,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from launch.environment import describe_environment
 from launch.log import set_up_logging
 from launch.mesh import Mesh
 from launch.prepare import read_prompt_text, share_text, token_ids_of
-from launch.report import ABReport, ArmResult, Gate, RoundTimes, check_directory
+from launch.report import ABReport, ArmResult, Gate, Latencies, RoundTimes, check_directory
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Limits, Request, Scheduler
 from launch.session import (
@@ -235,6 +236,30 @@ class Comparison(Watch):
         return super().__call__(chunks, logits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One arm's run in one measured round, on this rank."""
+
+    position: int  # the arm's place in the order of the round
+    result: RunResult
+    ttft_ms: list[float]  # of each request, from the start of the run to its first token
+    itl_ms: list[float]  # of each request with two tokens or more: the mean time between them
+
+    @classmethod
+    def of(cls, position: int, result: RunResult, requests: Sequence[Request], started_s: float) -> Round:
+        """What a run says that started at `started_s`, of `requests` that have ended."""
+        return cls(
+            position=position,
+            result=result,
+            ttft_ms=[round((each.first_token_s - started_s) * 1e3, 3) for each in requests],
+            itl_ms=[
+                round((each.last_token_s - each.first_token_s) / (len(each.output_ids) - 1) * 1e3, 3)
+                for each in requests
+                if len(each.output_ids) > 1
+            ],
+        )
+
+
 class Experiment:
     """The runs of one A/B on one rank."""
 
@@ -301,29 +326,40 @@ class Experiment:
             tokens_equal=all(other["tokens"] for other in everyone),
         )
 
-    def _measure(self, arms: Sequence[Arm]) -> dict[Arm, list[RunResult]]:
-        results: dict[Arm, list[RunResult]] = {arm: [] for arm in arms}
+    def _measure(self, arms: Sequence[Arm]) -> dict[Arm, list[Round]]:
+        results: dict[Arm, list[Round]] = {arm: [] for arm in arms}
         with tqdm(
             total=(self.warmup + self.rounds) * len(arms), unit="run", disable=self.mesh.rank != 0, file=sys.stderr
         ) as bar:
             for number in range(self.warmup + self.rounds):
                 order = list(arms)
                 random.Random(self.seed * 1_000_003 + number).shuffle(order)
-                for arm in order:
+                for position, arm in enumerate(order):
                     bar.set_postfix_str(arm, refresh=False)
-                    result = self.engine.run(self._requests(), arm_config(arm, self.base))
+                    requests, started_s = self._requests(), time.perf_counter()
+                    result = self.engine.run(requests, arm_config(arm, self.base))
                     if number >= self.warmup:
-                        results[arm].append(result)
+                        results[arm].append(Round.of(position, result, requests, started_s))
                     bar.update()
         return results
 
-    def _summarise(self, arm: Arm, runs: Sequence[RunResult]) -> ArmResult:
-        steps = runs[0].steps  # the same steps in every round
+    def _summarise(self, arm: Arm, rounds: Sequence[Round]) -> ArmResult:
+        steps = rounds[0].result.steps  # the same steps in every round
         decode = [step for step in steps if step.phase == "decode"]
         prefill = [step for step in steps if step.phase != "decode"]
+        every_step = [step for each in rounds for step in each.result.steps]
+        waits = [step.wait_ms for step in every_step]
+        mine = {
+            "ttft": [ms for each in rounds for ms in each.ttft_ms],
+            "itl": [ms for each in rounds for ms in each.itl_ms],
+            "wait": None if None in waits else sum(ms or 0.0 for ms in waits),
+            "wall": sum(step.wall_ms for step in every_step),
+        }
+        everyone = self._gather(f"rounds/{arm}", mine)
+        waited = [other["wait"] for other in everyone]
         return ArmResult(
             name=arm,
-            rounds=tuple(_times(run) for run in runs),
+            rounds=tuple(_times(each.result) for each in rounds),
             prefill_steps=len(prefill),
             decode_steps=len(decode),
             split_prefill_steps=sum(step.num_ubatches > 1 for step in prefill),
@@ -332,6 +368,14 @@ class Experiment:
             num_rows=sum(step.num_rows_of_all for step in steps),
             new_tokens=sum(prompt.params.max_new_tokens for prompt in self.prompts),
             reasons=Counter(step.reason for step in steps),
+            positions=tuple(each.position for each in rounds),
+            latencies=Latencies(
+                prefill_step=tuple(step.wall_ms for step in every_step if step.phase != "decode"),
+                decode_step=tuple(step.wall_ms for step in every_step if step.phase == "decode"),
+                ttft=tuple(ms for other in everyone for ms in other["ttft"]),
+                itl=tuple(ms for other in everyone for ms in other["itl"]),
+            ),
+            wait_share=None if None in waited else sum(waited) / sum(other["wall"] for other in everyone),
         )
 
     def _gather(self, name: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dbo.errors import ConfigError
-from launch.statistics import Interval, Summary, speedup, summarise
+from launch.statistics import Interval, Summary, drift, speedup, summarise
 
 PHASES = ("prefill", "decode", "total")
 
@@ -35,6 +35,21 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latencies:
+    """Single samples of one arm over all rounds, in ms."""
+
+    prefill_step: tuple[float, ...] = ()  # steps with prefill in them, by rank 0's clock
+    decode_step: tuple[float, ...] = ()
+    ttft: tuple[float, ...] = ()  # from the start of a round to a request's first token; requests of all ranks
+    itl: tuple[float, ...] = ()  # from a request's first token to its last, over the tokens after the first
+
+    def summaries(self) -> dict[str, Summary]:
+        """A summary of everything that has samples, by name."""
+        samples = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: summarise(values) for name, values in samples.items() if values}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArmResult:
     """Everything one arm did over all rounds."""
 
@@ -48,10 +63,22 @@ class ArmResult:
     num_rows: int  # rows that did, real or padding
     new_tokens: int
     reasons: Counter[str]
+    positions: tuple[int, ...] = ()  # the arm's place in the order of each round, from 0
+    latencies: Latencies = field(default_factory=Latencies)
+    wait_share: float | None = None  # of all ranks' step time, the host standing still for messages; None: not known
 
     def times(self, phase: str) -> list[float]:
         """The arm's samples of `phase` in ms, a round each."""
         return [getattr(times, phase) for times in self.rounds]
+
+    def relative(self, number: int) -> float:
+        """The total of a round over the arm's median of all rounds."""
+        return self.rounds[number].total / summarise(self.times("total")).median
+
+    @property
+    def padding_share(self) -> float:
+        """The part of all computed rows that is padding."""
+        return 1.0 - self.num_tokens / self.num_rows if self.num_rows else 0.0
 
     @property
     def split_steps(self) -> int:
@@ -125,19 +152,59 @@ class ABReport:
         interval = f"95% interval {factor.low:.2f}x to {factor.high:.2f}x"
         return f"{phase}: overlap is {factor.value:.2f}x {word} than whole ({interval})"
 
+    def order_effect(self) -> Interval | None:
+        """How many times longer whatever ran last in a round took than what ran first, each over its arm's median."""
+        arms, numbers = list(self.arms.values()), range(self._rounds())
+        if len(arms) < 2 or len(numbers) < 3 or not all(arm.positions and min(arm.times("total")) > 0 for arm in arms):
+            return None
+        first = [next(arm.relative(n) for arm in arms if arm.positions[n] == 0) for n in numbers]
+        last = [next(arm.relative(n) for arm in arms if arm.positions[n] == len(arms) - 1) for n in numbers]
+        return speedup(last, first)
+
+    def drift(self) -> Interval | None:
+        """How many times longer the last round took than the first, whatever the arm."""
+        arms = list(self.arms.values())
+        if self._rounds() < 3 or not all(min(arm.times("total")) > 0 for arm in arms):
+            return None
+        return drift([summarise([arm.relative(n) for arm in arms]).median for n in range(self._rounds())])
+
+    def stability(self) -> list[str]:
+        """Sentences on what the machine did to the times: the place in a round, and the rounds over time."""
+        effects = {
+            "order within a round: the last arm took {} the time of the first": self.order_effect(),
+            "drift: the last round took {} the time of the first": self.drift(),
+        }
+        return [
+            f"{words.format(f'{effect.value:.2f}x')} (95% interval {effect.low:.2f}x to {effect.high:.2f}x)"
+            for words, effect in effects.items()
+            if effect is not None
+        ]
+
+    def table(self) -> list[str]:
+        """What each arm did in a round, as lines."""
+        return _table([_COLUMNS, *(_row(arm) for arm in self.arms.values())])
+
+    def latency_table(self) -> list[str]:
+        """Percentiles of steps and requests, as lines."""
+        columns = ("arm", *_LATENCY_COLUMNS.values(), "waiting")
+        return _table([columns, *(_latency_row(arm) for arm in self.arms.values())])
+
     def text(self) -> str:
         """The table for a terminal."""
-        lines = _table([_COLUMNS, *(_row(arm) for arm in self.arms.values())])
+        lines = self.table()
         lines += [
-            "",
             f"median [smallest .. largest] over {self._rounds()} rounds; tokens/s counts prompt and new tokens",
+            "",
         ]
+        lines += self.latency_table()
+        lines += ["p50 / p90 / p99 of all rounds; waiting: the host standing still for messages, of all step time", ""]
+        lines += self.stability()
         lines += [f"equality gate {self.gate.describe()}"]
         lines += [self.verdict(phase) for phase in PHASES if any(min(a.times(phase)) > 0 for a in self.arms.values())]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON data; documented in docs/formats.md."""
+        """The report as plain JSON data; documented in docs/ab.md."""
         ratios = {
             f"{other}_over_{baseline}": {phase: _plain(self.compare(baseline, other, phase)) for phase in PHASES}
             for baseline, other in (("whole", "overlap"), ("whole", "split"), ("split", "overlap"))
@@ -152,6 +219,8 @@ class ABReport:
                 "passed": self.gate.passed,
             },
             "arms": {name: _arm_json(arm) for name, arm in self.arms.items()},
+            "order": _plain(self.order_effect()),
+            "drift": _plain(self.drift()),
             "workload": self.workload,
             "options": self.options,
             "environment": self.environment,
@@ -198,8 +267,25 @@ def _row(arm: ArmResult) -> Sequence[str]:
     decode = [ms / max(arm.decode_steps, 1) for ms in arm.times("decode")]
     rate = arm.num_tokens / (summarise(arm.times("total")).median / 1e3)
     splits = f"{arm.split_steps}/{arm.prefill_steps + arm.decode_steps}"
-    padding = 1.0 - arm.num_tokens / arm.num_rows if arm.num_rows else 0.0
-    return arm.name, _spread(arm.times("prefill")), _spread(decode), f"{rate:.0f}", splits, f"{padding:.1%}"
+    return arm.name, _spread(arm.times("prefill")), _spread(decode), f"{rate:.0f}", splits, f"{arm.padding_share:.1%}"
+
+
+_LATENCY_COLUMNS = {
+    "prefill_step": "prefill step ms",
+    "decode_step": "decode step ms",
+    "ttft": "TTFT ms",
+    "itl": "ITL ms",
+}
+
+
+def _latency_row(arm: ArmResult) -> Sequence[str]:
+    found = arm.latencies.summaries()
+    cells = (_percentiles(found.get(name)) for name in _LATENCY_COLUMNS)
+    return arm.name, *cells, "-" if arm.wait_share is None else f"{arm.wait_share:.1%}"
+
+
+def _percentiles(summary: Summary | None) -> str:
+    return "-" if summary is None else f"{summary.median:.1f} / {summary.p90:.1f} / {summary.p99:.1f}"
 
 
 def _spread(samples: Sequence[float]) -> str:
@@ -219,6 +305,10 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "total_ms": {**dataclasses.asdict(summarise(arm.times("total"))), "samples": arm.times("total")},
         "steps": {"prefill": arm.prefill_steps, "decode": arm.decode_steps},
         "split_steps": {"prefill": arm.split_prefill_steps, "decode": arm.split_decode_steps},
+        "latency_ms": {name: dataclasses.asdict(found) for name, found in arm.latencies.summaries().items()},
+        "wait_share": arm.wait_share,
+        "padding_share": arm.padding_share,
+        "positions": list(arm.positions),
         "tokens": {"computed": arm.num_tokens, "new": arm.new_tokens, "rows": arm.num_rows},
         "reasons": dict(arm.reasons),
     }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 4000
 
@@ -66,6 +67,28 @@ def speedup(baseline: Sequence[float], other: Sequence[float], *, seed: int = 0)
     if len(baseline) < 3:
         raise ValueError(f"{len(baseline)} rounds are too few for an interval; use at least 3")
     ratios = np.log(np.asarray(baseline, dtype=np.float64) / np.asarray(other, dtype=np.float64))
-    rows = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(ratios[rows], axis=1), (0.025, 0.975))
+    low, high = np.quantile(np.median(ratios[_resampled(len(ratios), seed)], axis=1), (0.025, 0.975))
     return Interval(value=float(np.exp(np.median(ratios))), low=float(np.exp(low)), high=float(np.exp(high)))
+
+
+def drift(samples: Sequence[float], *, seed: int = 0) -> Interval:
+    """How many times longer the last round took than the first, by a line through the logarithms of all, with a 95%
+    interval. Raises ValueError for fewer than three rounds."""
+    if len(samples) < 3:
+        raise ValueError(f"{len(samples)} rounds are too few for an interval; use at least 3")
+    y = np.log(np.asarray(samples, dtype=np.float64))
+    x = np.linspace(0.0, 1.0, len(y))
+    rows = _resampled(len(y), seed)
+    low, high = np.quantile(_slopes(x[rows], y[rows]), (0.025, 0.975))
+    return Interval(value=float(np.exp(_slopes(x[None], y[None])[0])), low=float(np.exp(low)), high=float(np.exp(high)))
+
+
+def _resampled(n: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+
+
+def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Slope of the least-squares line of each row; rows that hold one round only are left out."""
+    x = x - x.mean(axis=1, keepdims=True)
+    spread = (x * x).sum(axis=1)
+    return (x * y).sum(axis=1)[spread > 0] / spread[spread > 0]

@@ -1,11 +1,12 @@
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from launch.report import ABReport, ArmResult, Gate, RoundTimes
+from launch.report import ABReport, ArmResult, Gate, Latencies, RoundTimes
 
 
 def arm(name: str, ms: float, *, splits: int = 3, rounds: int = 12, seed: int = 0, decode: float = 0.0) -> ArmResult:
@@ -86,3 +87,36 @@ def test_table_and_json_hold_splits_padding_and_samples(tmp_path: Path) -> None:
     assert data["arms"]["overlap"]["split_steps"] == {"prefill": 3, "decode": 0}
     assert len(data["arms"]["whole"]["prefill_ms"]["samples"]) == 12
     assert data["speedup"]["overlap_over_whole"]["prefill"]["low"] > 1.4
+
+
+def test_order_and_drift_are_told_apart() -> None:
+    numbers = range(12)
+    place = [n % 2 for n in numbers]  # of `whole`, in each round
+    slow_second = [1.1 if p else 1.0 for p in place]
+    growing = np.linspace(1.0, 1.5, 12)
+    rounds = {
+        "whole": [RoundTimes(prefill=100 * s * g, decode=0.0) for s, g in zip(slow_second, growing, strict=True)],
+        "overlap": [
+            RoundTimes(prefill=80 * (2.1 - s) * g, decode=0.0) for s, g in zip(slow_second, growing, strict=True)
+        ],
+    }
+    arms = [replace(arm(name, 1.0), rounds=tuple(times)) for name, times in rounds.items()]
+    result = report(replace(arms[0], positions=tuple(place)), replace(arms[1], positions=tuple(1 - p for p in place)))
+    order, drift = result.order_effect(), result.drift()
+    assert order is not None
+    assert drift is not None
+    assert 1.05 < order.low < 1.1 < order.high < 1.15
+    assert 1.4 < drift.low < 1.5 < drift.high < 1.6
+    assert "order within a round: the last arm took 1.10x" in result.text()
+    assert report(arm("whole", 1.0)).order_effect() is None
+
+
+def test_percentiles_and_waiting_stand_in_table_and_json() -> None:
+    latencies = Latencies(decode_step=tuple(map(float, range(1, 101))), ttft=(5.0,))
+    result = report(replace(arm("overlap", 1.0), latencies=latencies, wait_share=0.25))
+    assert "50.5 / 90.1 / 99.0" in result.text()
+    assert "25.0%" in result.text()
+    data = result.to_json()["arms"]["overlap"]
+    assert data["latency_ms"].keys() == {"decode_step", "ttft"}
+    assert data["latency_ms"]["decode_step"]["p99"] == pytest.approx(99.01)
+    assert (data["wait_share"], data["padding_share"]) == (0.25, pytest.approx(1 / 9))

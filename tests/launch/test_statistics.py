@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from launch.statistics import speedup, summarise
+from launch.statistics import drift, speedup, summarise
 
 
 def rounds(
@@ -39,3 +39,15 @@ def test_too_few_or_unpaired_rounds_are_refused() -> None:
 def test_summary_of_known_samples() -> None:
     summary = summarise([3.0, 1.0, 2.0, 10.0])
     assert (summary.n, summary.median, summary.low, summary.high) == (4, 2.5, 1.0, 10.0)
+
+
+def test_drift_is_found_where_it_is_and_only_there() -> None:
+    rng = np.random.default_rng(2)
+    found = [drift(np.exp(np.linspace(0, np.log(1.3), 20) + rng.normal(0, 0.05, 20))) for _ in range(100)]
+    none = [drift(np.exp(rng.normal(0, 0.05, 20))) for _ in range(100)]
+    assert sum(interval.includes(1.3) for interval in found) >= 85
+    assert sum(interval.includes(1.0) for interval in none) >= 85
+    assert sum(interval.includes(1.0) for interval in found) <= 5
+    assert drift([1.0, 2.0, 4.0]).value == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="too few"):
+        drift([1.0, 2.0])
