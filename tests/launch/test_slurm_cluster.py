@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slurm
 SANDBOX = str(REPOSITORY / "scripts/slurm_sandbox")
 SPLIT_ALWAYS = ["--dbo-prefill-token-threshold", "1", "--dbo-decode-token-threshold", "1"]
 NUM_PROMPTS = 60
+LIMIT_S = 240  # of anything a job does, on a crowded machine
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Cluster:
 
     def job_id(self, name: str) -> str:
         """The id of a submitted job, once Slurm knows it."""
-        return _wait_for(lambda: self.run("squeue", "--noheader", "--name", name, "--format=%A").strip(), 30)
+        return _wait_for(lambda: self.run("squeue", "--noheader", "--name", name, "--format=%A").strip())
 
     def rows(self, file: str) -> list[dict]:
         """The complete rows of an output file."""
@@ -58,13 +59,21 @@ class Cluster:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _wait_for(look: Callable[[], object], limit_s: float):
-    deadline = time.monotonic() + limit_s
+def _wait_for(look: Callable[[], object]):
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if found := look():
             return found
         time.sleep(0.1)
     raise TimeoutError("it did not come to pass")
+
+
+def _end_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    with process:
+        try:
+            return process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
 
 
 def _processes_of(directory: Path) -> list[str]:
@@ -102,7 +111,7 @@ def answers(cluster) -> dict[str, list[int]]:
     process = cluster.submit(
         "plain", "--launcher", "srun", generate=["--output", "plain.jsonl", "--max-new-tokens", "24"]
     )
-    out, err = process.communicate(timeout=100)
+    out, err = _end_of(process)
     assert process.returncode == 0, err
     rows = cluster.rows("plain.jsonl")
     assert [row["id"] for row in rows] == [f"p{i}" for i in range(NUM_PROMPTS)]
@@ -114,7 +123,7 @@ def answers(cluster) -> dict[str, list[int]]:
 def test_overlap_under_torchrun_answers_the_same(cluster, answers):
     generate = ["--output", "overlap.jsonl", "--max-new-tokens", "24", "--overlap", "on", *SPLIT_ALWAYS]
     process = cluster.submit("overlap", "--launcher", "torchrun", generate=generate)
-    _, err = process.communicate(timeout=100)
+    _, err = _end_of(process)
     assert process.returncode == 0, err
     assert "overlap on: 2 ubatches" in err  # the log was followed
     assert "60/60" in err
@@ -124,7 +133,7 @@ def test_overlap_under_torchrun_answers_the_same(cluster, answers):
 def test_a_grid_is_an_array_with_one_report(cluster):
     generate = ["--max-new-tokens", "4", *SPLIT_ALWAYS]
     process = cluster.submit("grid", "--grid", "overlap=off,on", "--launcher", "srun", generate=generate)
-    out, err = process.communicate(timeout=150)
+    out, err = _end_of(process)
     assert process.returncode == 0, err
     job_id, header, *lines = out.splitlines()
     assert header.split() == ["run", "exit", "result"]
@@ -140,7 +149,7 @@ def test_a_job_that_fails_ends_wait_with_its_exit_code(cluster):
     process = cluster.submit(
         "wrong", *one, "--launcher", "srun", generate=["--output", "w.jsonl", "--max-model-len", "4096"]
     )
-    _, err = process.communicate(timeout=100)
+    _, err = _end_of(process)
     assert process.returncode == 2, err
     assert "--max-model-len=4096" in err
     assert "failed" in err
@@ -154,17 +163,17 @@ def test_a_job_that_was_stopped_comes_back_and_does_the_rest(cluster, answers, e
     process = cluster.submit(ending, "--requeue", "--launcher", launcher, generate=generate)
     try:
         job_id = cluster.job_id(ending)
-        _wait_for(lambda: len(cluster.rows(output)) >= 4, 60)
+        _wait_for(lambda: len(cluster.rows(output)) >= 4)
         if ending == "warned":  # what Slurm does before the time limit
             cluster.run("scancel", "--batch", "--signal=USR1", job_id)
         else:
             cluster.run(
                 "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
             )
-        _wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job_id), 60)
+        _wait_for(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", job_id))
         kept = {row["id"]: row["token_ids"] for row in cluster.rows(output)}
         assert 4 <= len(kept) < NUM_PROMPTS
-        _, err = process.communicate(timeout=120)
+        _, err = _end_of(process)
     finally:
         process.kill()
     assert process.returncode == 0, err
