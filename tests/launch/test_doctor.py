@@ -455,6 +455,7 @@ def on_hosts(made: Hosts, before: str = ":") -> tuple[dict, dict[str, int]]:
     return report, {rank["host"]: rank["rank"] for rank in report["ranks"]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_RUN, reason="needs root, ip, tc and iptables")
 def test_a_firewall_between_two_of_three_hosts():
     with Hosts(3) as made:
