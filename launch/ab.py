@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from dbo.config import DBOConfig
 from dbo.errors import ConfigError
+from dbo.trace import Tracer
 from launch.cli import FAILED, USAGE, CommandError
 from launch.config import ABOptions
 from launch.engine import Engine, RunResult, sample_chunks
@@ -55,6 +56,7 @@ from launch.session import (
     together,
 )
 from launch.text import TextCodec
+from launch.timeline import StepTimeline, StepTracer, join_ranks, step_to_trace
 from launch.traces import read_trace, trace_format, trace_prompts
 from launch.workload import BadLine, Prompt, read_prompts, synthetic_prompts
 from moe.config import ModelConfig, named_shape, read_config
@@ -99,9 +101,9 @@ def run(options: ABOptions) -> int:
         finally:
             engine.close()
         if mesh.rank == 0:
-            file = report.write(Path(options.report))
+            directory = report.write(Path(options.report))
             print(json.dumps(report.to_json()) if options.json else report.text(), flush=True)
-            logging.info("report: %s", file)
+            logging.info("report: %s", directory)
         return 0 if report.gate.passed else FAILED
 
 
@@ -150,7 +152,7 @@ def read_workload(options: ABOptions, resolved: Resolved, mesh: Mesh) -> list[Pr
         rows, bad = read_trace(text, name, kind, max_requests=options.max_requests)
         refuse_bad_lines(bad)
         prompts, shortened = trace_prompts(rows, vocab_size=vocab_size, longest=longest, seed=options.seed)
-        if shortened:
+        if shortened and mesh.rank == 0:
             logging.info("%d of %d requests shortened to %d tokens (--max-model-len)", shortened, len(rows), longest)
     else:
         prompts, bad = read_prompts(text, name, SamplingParams(max_new_tokens=options.max_new_tokens))
@@ -281,6 +283,7 @@ class Experiment:
             options=shared_options(options),
             arms={arm: self._summarise(arm, results[arm]) for arm in arms},
             gate=gate,
+            timelines=self._trace(arms, step_to_trace(results["overlap"][0].result.steps)),
         )
 
     def _requests(self, max_new_tokens: int | None = None) -> list[Request]:
@@ -377,6 +380,19 @@ class Experiment:
             ),
             wait_share=None if None in waited else sum(waited) / sum(other["wall"] for other in everyone),
         )
+
+    def _trace(self, arms: Sequence[Arm], number: int) -> dict[str, StepTimeline]:
+        """The timeline of step `number` of each arm, from one more run that is not timed. Collective."""
+        self.engine.tracer = tracer = Tracer(self.mesh.device)
+        timelines: dict[str, StepTimeline] = {}
+        try:
+            for arm in arms:
+                watch = StepTracer(tracer, number)
+                self.engine.run(self._requests(), arm_config(arm, self.base), watch)
+                timelines[arm] = join_ranks(self._gather(f"trace/{arm}", watch.to_json()))
+        finally:
+            self.engine.tracer = None
+        return timelines
 
     def _gather(self, name: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank says under `name`. Collective."""

@@ -34,6 +34,7 @@ from dbo.errors import DBOError, StepTimeout
 from dbo.policy import make_policy
 from dbo.runner import UBatchRunner
 from dbo.slices import can_cut, make_slices, pad_batch, split_batch
+from dbo.trace import Tracer
 from launch.mesh import Mesh
 from launch.sampling import sample, top_logprobs
 from launch.scheduler import Chunk, Limits, Request, Schedule, Scheduler
@@ -267,8 +268,9 @@ class Engine:
     def __init__(self, mesh: Mesh, model: Model, all2all: All2All, kv: KVCache, limits: Limits, clock: StepClock):
         self.mesh, self.model, self.all2all, self.kv = mesh, model, all2all, kv
         self.limits, self.clock = limits, clock
+        self.tracer: Tracer | None = None  # changed between runs only; with one, every step records who ran when
         self._inputs = Inputs(limits, mesh.device, clock.check)
-        self._runners: dict[tuple[str, int], UBatchRunner] = {}
+        self._runners: dict[tuple[str, int, Tracer | None], UBatchRunner] = {}
 
     @torch.inference_mode()
     def run(
@@ -294,7 +296,7 @@ class Engine:
 
     def runner(self, dbo: DBOConfig) -> UBatchRunner:
         """The kept runner for these settings."""
-        key = (dbo.driver, dbo.num_ubatches)
+        key = (dbo.driver, dbo.num_ubatches, self.tracer)
         if key not in self._runners:
             self._runners[key] = UBatchRunner(
                 dbo.num_ubatches,
@@ -302,6 +304,7 @@ class Engine:
                 driver=dbo.driver,
                 rank=self.mesh.rank,
                 step_timeout_s=dbo.step_timeout_s,
+                tracer=self.tracer,
             )
         return self._runners[key]
 
@@ -311,12 +314,15 @@ class Engine:
         if plan.num_tokens_padded is not None:
             batch = pad_batch(batch, plan.num_tokens_padded)
         if not plan.should_ubatch:
-            return self.model(batch, self.kv)[: schedule.num_tokens]
+            if self.tracer is None:
+                return self.model(batch, self.kv)[: schedule.num_tokens]
+            (hidden,) = self.runner(dbo).run(lambda part: self.model(part, self.kv), [batch])
+            return hidden[: schedule.num_tokens]
         slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
         parts = split_batch(batch, slices)
         with make_partition(self.all2all, dbo.comm_sms, self.mesh.device):
-            hidden = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
-        return torch.cat([h[: s.num_tokens] for h, s in zip(hidden, slices, strict=True)])
+            ends = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
+        return torch.cat([end[: s.num_tokens] for end, s in zip(ends, slices, strict=True)])
 
     def read(self, tensor: Tensor) -> list[int]:
         """The values of a device tensor: the one wait for the device in a step, given up when a peer has failed."""

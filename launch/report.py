@@ -10,13 +10,15 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dbo.errors import ConfigError
+from launch.html import page
 from launch.statistics import Interval, Summary, drift, speedup, summarise
+from launch.timeline import StepTimeline, perfetto_trace
 
 PHASES = ("prefill", "decode", "total")
 
@@ -80,6 +82,11 @@ class ArmResult:
         """The part of all computed rows that is padding."""
         return 1.0 - self.num_tokens / self.num_rows if self.num_rows else 0.0
 
+    def splits(self, phase: str) -> int:
+        """Steps of `phase` in one round that ran as ubatches."""
+        known = {"prefill": self.split_prefill_steps, "decode": self.split_decode_steps, "total": self.split_steps}
+        return known[phase]
+
     @property
     def split_steps(self) -> int:
         """Steps of one round that ran as ubatches."""
@@ -120,6 +127,7 @@ class ABReport:
     options: dict[str, str]
     arms: dict[str, ArmResult]
     gate: Gate
+    timelines: Mapping[str, StepTimeline] = field(default_factory=dict)  # of one step, by arm
 
     def compare(self, baseline: str, other: str, phase: str) -> Interval | None:
         """How many times faster `other` ran `phase` than `baseline`; None when an arm or the phase did not run."""
@@ -137,10 +145,7 @@ class ABReport:
         overlap = self.arms.get("overlap")
         if overlap is None:
             return f"{phase}: no speed-up is stated: the overlap arm did not run"
-        splits = {"prefill": overlap.split_prefill_steps, "decode": overlap.split_decode_steps}.get(
-            phase, overlap.split_steps
-        )
-        if splits == 0:
+        if overlap.splits(phase) == 0:
             return f"{phase}: no speed-up is stated: no step split ({_top_reason(overlap.reasons)})"
         ratio = self.compare("whole", "overlap", phase)
         if ratio is None:
@@ -154,7 +159,7 @@ class ABReport:
 
     def order_effect(self) -> Interval | None:
         """How many times longer whatever ran last in a round took than what ran first, each over its arm's median."""
-        arms, numbers = list(self.arms.values()), range(self._rounds())
+        arms, numbers = list(self.arms.values()), range(self.num_rounds)
         if len(arms) < 2 or len(numbers) < 3 or not all(arm.positions and min(arm.times("total")) > 0 for arm in arms):
             return None
         first = [next(arm.relative(n) for arm in arms if arm.positions[n] == 0) for n in numbers]
@@ -164,9 +169,9 @@ class ABReport:
     def drift(self) -> Interval | None:
         """How many times longer the last round took than the first, whatever the arm."""
         arms = list(self.arms.values())
-        if self._rounds() < 3 or not all(min(arm.times("total")) > 0 for arm in arms):
+        if self.num_rounds < 3 or not all(min(arm.times("total")) > 0 for arm in arms):
             return None
-        return drift([summarise([arm.relative(n) for arm in arms]).median for n in range(self._rounds())])
+        return drift([summarise([arm.relative(n) for arm in arms]).median for n in range(self.num_rounds)])
 
     def stability(self) -> list[str]:
         """Sentences on what the machine did to the times: the place in a round, and the rounds over time."""
@@ -180,27 +185,61 @@ class ABReport:
             if effect is not None
         ]
 
-    def table(self) -> list[str]:
-        """What each arm did in a round, as lines."""
-        return _table([_COLUMNS, *(_row(arm) for arm in self.arms.values())])
+    def overlaps(self) -> list[str]:
+        """A sentence on the step that was traced, if one was."""
+        if not self.timelines:
+            return []
+        step = next(iter(self.timelines.values()))
+        shares = ", ".join(f"{name} {timeline.overlap_share:.0%}" for name, timeline in self.timelines.items())
+        return [
+            f"messages hidden behind compute, in one traced {step.phase} step of {step.num_tokens} tokens: {shares}"
+        ]
 
-    def latency_table(self) -> list[str]:
-        """Percentiles of steps and requests, as lines."""
+    def rows(self) -> list[Sequence[str]]:
+        """The table of what each arm did in a round; the first row names the columns."""
+        return [_COLUMNS, *(_row(arm) for arm in self.arms.values())]
+
+    def latency_rows(self) -> list[Sequence[str]]:
+        """The table of percentiles of steps and requests; the first row names the columns."""
         columns = ("arm", *_LATENCY_COLUMNS.values(), "waiting")
-        return _table([columns, *(_latency_row(arm) for arm in self.arms.values())])
+        return [columns, *(_latency_row(arm) for arm in self.arms.values())]
+
+    def phase_verdicts(self) -> list[str]:
+        """A verdict for each phase that ran."""
+        return [self.verdict(phase) for phase in PHASES if any(min(a.times(phase)) > 0 for a in self.arms.values())]
+
+    def ratios(self) -> dict[tuple[str, str, str], Interval]:
+        """All comparisons that can be made, by (arm, baseline, phase): where the gate passed and the arm split."""
+        pairs = (("overlap", "whole"), ("split", "whole"), ("overlap", "split"))
+        found = {
+            (other, baseline, phase): self.compare(baseline, other, phase)
+            for other, baseline in pairs
+            for phase in PHASES
+            if self.gate.passed and other in self.arms and self.arms[other].splits(phase) > 0
+        }
+        return {key: ratio for key, ratio in found.items() if ratio is not None}
+
+    def step_samples(self) -> dict[str, dict[str, Sequence[float]]]:
+        """The times in ms of all steps of a phase, by phase and arm, where every arm has some."""
+        phases = {
+            "prefill": {name: arm.latencies.prefill_step for name, arm in self.arms.items()},
+            "decode": {name: arm.latencies.decode_step for name, arm in self.arms.items()},
+        }
+        return {phase: dict(samples) for phase, samples in phases.items() if all(samples.values())}
 
     def text(self) -> str:
         """The table for a terminal."""
-        lines = self.table()
+        lines = _table(self.rows())
         lines += [
-            f"median [smallest .. largest] over {self._rounds()} rounds; tokens/s counts prompt and new tokens",
+            f"median [smallest .. largest] over {self.num_rounds} rounds; tokens/s counts prompt and new tokens",
             "",
         ]
-        lines += self.latency_table()
+        lines += _table(self.latency_rows())
         lines += ["p50 / p90 / p99 of all rounds; waiting: the host standing still for messages, of all step time", ""]
+        lines += self.overlaps()
         lines += self.stability()
         lines += [f"equality gate {self.gate.describe()}"]
-        lines += [self.verdict(phase) for phase in PHASES if any(min(a.times(phase)) > 0 for a in self.arms.values())]
+        lines += self.phase_verdicts()
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -219,6 +258,7 @@ class ABReport:
                 "passed": self.gate.passed,
             },
             "arms": {name: _arm_json(arm) for name, arm in self.arms.items()},
+            "timeline": {name: timeline.to_json() for name, timeline in self.timelines.items()},
             "order": _plain(self.order_effect()),
             "drift": _plain(self.drift()),
             "workload": self.workload,
@@ -228,13 +268,18 @@ class ABReport:
         }
 
     def write(self, directory: Path) -> Path:
-        """Writes `ab.json` into `directory` (made if missing) and returns its path."""
+        """Write `ab.json`, `report.html` and, if a step was traced, `trace.json` into `directory`; returns it."""
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "ab.json"
-        path.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        return path
+        text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+        (directory / "ab.json").write_text(text, encoding="utf-8")
+        (directory / "report.html").write_text(page(self), encoding="utf-8")
+        if self.timelines:
+            (directory / "trace.json").write_text(perfetto_trace(self.timelines), encoding="utf-8")
+        return directory
 
-    def _rounds(self) -> int:
+    @property
+    def num_rounds(self) -> int:
+        """Measured rounds."""
         return len(next(iter(self.arms.values())).rounds)
 
 

@@ -91,4 +91,5 @@ def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float6
     """Slope of the least-squares line of each row; rows that hold one round only are left out."""
     x = x - x.mean(axis=1, keepdims=True)
     spread = (x * x).sum(axis=1)
-    return (x * y).sum(axis=1)[spread > 0] / spread[spread > 0]
+    slopes: NDArray[np.float64] = (x * y).sum(axis=1)[spread > 0] / spread[spread > 0]
+    return slopes

@@ -74,7 +74,7 @@ def test_columns_stand_apart_however_long_the_numbers() -> None:
 
 def test_a_difference_without_a_number_is_still_json(tmp_path: Path) -> None:
     result = report(arm("whole", 1.0, splits=0), arm("overlap", 1.0), difference=float("nan"))
-    assert json.loads(result.write(tmp_path).read_text())["gate"]["max_relative_difference"] is None
+    assert json.loads((result.write(tmp_path) / "ab.json").read_text())["gate"]["max_relative_difference"] is None
 
 
 def test_table_and_json_hold_splits_padding_and_samples(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_table_and_json_hold_splits_padding_and_samples(tmp_path: Path) -> None:
     assert "0/4" in table
     assert "3/4" in table
     assert "11.1%" in table
-    data = json.loads(result.write(tmp_path / "new").read_text())
+    data = json.loads((result.write(tmp_path / "new") / "ab.json").read_text())
     assert data["arms"]["overlap"]["split_steps"] == {"prefill": 3, "decode": 0}
     assert len(data["arms"]["whole"]["prefill_ms"]["samples"]) == 12
     assert data["speedup"]["overlap_over_whole"]["prefill"]["low"] > 1.4
