@@ -45,7 +45,7 @@ _OVER = frozenset(
 @click.option("--launcher", type=click.Choice(["torchrun", "srun"]), default="torchrun", show_default=True,
               help="torchrun on each node, or one task for each rank.")  # fmt: skip
 @click.option("--cpus-per-task", type=int,
-              help="Cores of a Slurm task: a rank under srun, a node under torchrun. [default: one a rank]")  # fmt: skip
+              help="Cores of a task: a rank under srun, a node under torchrun. [default: one a rank]")  # fmt: skip
 @click.option("--partition", help="Partition, or several with commas.")
 @click.option("--account", help="Account to charge.")
 @click.option("--time", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
