@@ -166,7 +166,7 @@ class ABOptions(EngineOptions):
     max_requests: int | None = option(
         None, "Take this many requests of the workload, the first ones.", check=at_least(1)
     )
-    report: str = option(help="Directory for ab.json.", metavar="DIR")
+    report: str = option(help="Directory for report.html, ab.json and trace.json.", metavar="DIR")
     arms: str = option("whole,split,overlap", "Arms to compare, of whole, split and overlap.")
     rounds: int = option(20, "Measured rounds; every arm runs once in each.", check=at_least(3))
     warmup: int = option(2, "Rounds before those, not counted.", check=at_least(0))

@@ -42,7 +42,7 @@ p, li, dd { max-width: 46rem; }
 .soft, figcaption, caption { color: var(--soft); font-size: .9rem; text-align: left; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-caption { caption-side: bottom; padding-top: .4rem; }
+caption { caption-side: bottom; padding-top: .4rem; position: sticky; left: 0; max-width: calc(100vw - 2rem); }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 figure { margin: .75rem 0; }
