@@ -196,6 +196,11 @@ class Peers:
             raise cause from error
 
     @property
+    def hosts(self) -> list[str]:
+        """The host of every rank, by rank."""
+        return [peer.host for peer in self._peers]
+
+    @property
     def gone(self) -> bool:
         """Whether a process, a host or the store is gone: somebody who cannot act, and no renewal helps."""
         return self._fatal
@@ -331,7 +336,8 @@ class Peers:
     def _lose_store(self, how: str) -> None:
         keeper = next((peer for peer in self._peers if peer.near_store), self._peers[0])
         reason = f"the store that this job's ranks meet in, on that host, {how}"
-        self._notice(PeerFailed(keeper.rank, keeper.host, reason), fatal=True)
+        # A failure that is known already is why: launchers end when a rank of theirs has, and the store with them.
+        self._notice(self._failure or PeerFailed(keeper.rank, keeper.host, reason), fatal=True)
 
     def _notice(self, failure: PeerFailed, *, fatal: bool, generation: int | None = None) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -177,13 +178,23 @@ def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[s
     changed = [f"{name} {asked} -> {got}" for name, (asked, got) in effective.items() if asked != got]
     room = limits.max_request_tokens
     return [
-        f"{mesh.world_size} rank{'s'[: mesh.world_size > 1]}, {mesh.device.type}, {resolved.model.family} {dtype}, "
+        f"{_ranks_line(mesh)}, {resolved.model.family} {dtype}, "
         f"all2all {engine.all2all.name}, torch {torch.__version__}",
         f"KV cache of up to {limits.num_blocks} blocks of {limits.block_size} tokens, here {engine.limits.num_blocks}; "
         f"at most {limits.max_num_seqs} requests and {limits.max_num_tokens} tokens a step, {room} tokens a request",
         *([f"requested -> effective: {', '.join(changed)}"] if changed else []),
         _overlap_line(resolved.dbo, mesh.world_size),
     ]
+
+
+def _ranks_line(mesh: Mesh) -> str:
+    hosts = Counter(mesh.peers.hosts)
+    ranks = f"{mesh.world_size} rank{'s'[: mesh.world_size > 1]}"
+    if len(hosts) > 1:
+        each = [f"{count} on {host}" for host, count in hosts.items()]
+        ranks += f" on {len(hosts)} hosts ({', '.join(each[:8])}{', ...' if len(each) > 8 else ''})"
+    device = mesh.device.type if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
+    return f"{ranks}, {device}"
 
 
 def _overlap_line(dbo: DBOConfig, world_size: int) -> str:

@@ -244,6 +244,22 @@ def test_a_lost_store_is_a_message_and_a_hanging_one_too():
         peer.close()
 
 
+def test_a_failure_is_not_forgotten_when_the_store_is_lost_after_it():
+    store = LostStore()
+    with ThreadPoolExecutor(2) as pool:
+        peers = list(pool.map(lambda r: Peers(store, rank=r, world_size=2, host="a"), range(2)))
+    peers[1].fail("out of memory")
+    assert peers[0].wait_failure(5) is not None
+    store.lost = True
+    until = time.monotonic() + 5
+    while not peers[0].gone and time.monotonic() < until:
+        time.sleep(0.05)
+    assert peers[0].gone
+    assert str(peers[0].wait_failure(0)) == "rank 1 on a failed: out of memory"
+    for peer in peers:
+        peer.close()
+
+
 def test_close_leaves_no_thread_and_no_descriptor(start):
     threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
     for _ in range(3):

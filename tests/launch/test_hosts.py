@@ -35,6 +35,7 @@ ONE_AT_A_TIME = ["--max-num-seqs", "1", "--max-num-tokens", "32"]
 # What is promised, and what a busy machine gets on top: ending a Python process alone may take it seconds.
 DEATH_S, ERROR_S, SILENCE_S, BUSY_S = 10.0, 5.0, 10.0, 10.0
 SLACK_S = 8.0
+START_S = 300.0  # six processes that import torch, on a machine that does something else too
 
 # The command as a user starts it, but one rank does a deed at one of its steps.
 PROGRAM = """
@@ -79,7 +80,7 @@ class Job:
 
     def wait_for_rows(self, command: HostsCommand, num_rows: int) -> dict:
         """The rows of the output file once there are so many."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_S
         while len(rows := read_rows(self.out)) < num_rows:
             assert not any(node.poll() for node in command.nodes), command.errors(0)
             assert time.monotonic() < deadline, command.errors(0)
@@ -162,6 +163,7 @@ def test_the_others_name_who_is_gone_and_keep_what_is_finished(
 ):
     with job.run(hosts, *LONG, *ONE_AT_A_TIME) as command:
         before = job.wait_for_rows(command, 4)
+        assert "3 ranks on 3 hosts (1 on node" in "".join(command.errors(host) for host in range(3))
         rank, _ = command.rank_pid(victim)
         strike(hosts, command, victim)
         others = [host for host in range(3) if host != victim]
@@ -223,7 +225,7 @@ def test_a_bad_network_makes_it_slower_and_nothing_else(hosts: Hosts, tmp_path, 
     with job.run(hosts, "--max-new-tokens", "8", "--ignore-eos", "--max-num-seqs", "1") as command:
         job.wait_for_rows(command, 1)
         spoil(hosts)
-        assert {done.returncode for done in command.wait(200)} == {0}
+        assert {done.returncode for done in command.wait(START_S)} == {0}
     assert [row["token_ids"] for row in read_rows(job.out).values()] == known.answers[:9]
 
 
@@ -238,7 +240,7 @@ def test_a_bad_network_makes_it_slower_and_nothing_else(hosts: Hosts, tmp_path, 
 def test_a_late_first_step_is_waited_for_and_named(hosts: Hosts, job: Job, expected, late: int, late_s, limit_s):
     with job.run(hosts, *LONG, "--step-timeout", str(limit_s), deed=f"{late} 0 sleep {late_s}") as command:
         slow, speaker = command_hosts(command, late, 0 if late else 1)
-        assert {done.returncode for done in command.wait(late_s + 120)} == {0}
+        assert {done.returncode for done in command.wait(late_s + START_S)} == {0}
         said = re.search(r"this step has waited \d+ s for (.*)", command.errors(speaker))
         assert said, command.errors(speaker)
         assert re.fullmatch(rf"rank {late} on node{slow} \(busy for \d+ s\)", said[1])
@@ -247,7 +249,7 @@ def test_a_late_first_step_is_waited_for_and_named(hosts: Hosts, job: Job, expec
 
 def command_hosts(command: HostsCommand, *ranks: int) -> list[int]:
     """The hosts of some ranks, once all have started."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_S
     while None in [_rank(command, host) for host in range(3)]:
         assert time.monotonic() < deadline, command.errors(0)
         time.sleep(0.2)
@@ -264,7 +266,8 @@ def test_a_rank_later_than_the_limit_is_named_and_ended(hosts: Hosts, job: Job, 
             assert re.search(rf"StepTimeout: .* more than 3 s .* for rank 1 on node{late} \(busy for \d+ s\)", line), (
                 line
             )
-        assert "this rank was busy and is ended" in command.errors(late)
+        # torchrun stops the late rank when the store is gone with the first host; else it ends itself after a while.
+        assert re.search("stopped by SIGTERM because|this rank was busy and is ended", command.errors(late))
     assert before.items() <= read_rows(job.out).items()
     assert job.resume(*LONG) == expected
 
