@@ -456,6 +456,7 @@ def on_hosts(made: Hosts, before: str = ":") -> tuple[dict, dict[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.skipif(not CAN_RUN, reason="needs root, ip, tc and iptables")
 def test_a_firewall_between_two_of_three_hosts():
     with Hosts(3) as made:
@@ -471,6 +472,7 @@ def test_a_firewall_between_two_of_three_hosts():
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.skipif(not CAN_RUN, reason="needs root, ip, tc and iptables")
 def test_an_interface_that_other_hosts_cannot_reach():
     with Hosts(2) as made:
