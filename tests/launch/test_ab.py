@@ -72,6 +72,13 @@ def test_fewer_layers_with_random_weights(ab, tmp_path, tiny_models):
     report = read_report(tmp_path)
     assert report["arms"]["overlap"]["split_steps"]["prefill"] > 0
     assert report["arms"]["whole"]["split_steps"] == {"prefill": 0, "decode": 0}
+    traced = report["timeline"]
+    assert {name: step["num_ubatches"] for name, step in traced.items()} == {"whole": 1, "split": 2, "overlap": 2}
+    assert len({(step["phase"], step["num_tokens"]) for step in traced.values()}) == 1
+    events = json.loads((tmp_path / "report" / "trace.json").read_text())["traceEvents"]
+    lanes = {(event["pid"], event["cat"]) for event in events if event["ph"] == "X"}
+    assert lanes == {(arm, lane) for arm in range(3) for lane in ("compute", "comm")}
+    assert (tmp_path / "report" / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_the_gate_fails_on_one_bit_also_when_split_is_not_measured(ab, tmp_path, monkeypatch):
