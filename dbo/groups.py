@@ -6,7 +6,9 @@ functions take such a group (`group=`), except those that look up the default gr
 Why `abort` exists: dropping a gloo group waits for its outstanding collectives, which wait for ranks that will never
 come, up to the collective's own time limit; gloo's `abort()` and `shutdown()` do not change that (torch 2.13). Closed
 connections do: every outstanding collective then fails at once, here and on the other side, and the group can be
-dropped in a millisecond without leaving a thread or a descriptor. NCCL's communicators have an abort of their own.
+dropped in a millisecond without leaving a thread or a descriptor. Nearly every one, that is: gloo can miss a collective
+that is launched at the very moment when its connection breaks, and that one stays until its own limit. So a group that
+failed is dropped by `abandon`, where nobody waits. NCCL's communicators have an abort of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import os
 import socket
 import stat
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +30,9 @@ from torch._C._distributed_c10d import Store
 
 COLLECTIVE_LIMIT_S = 600.0  # beyond any step: failures are found by `Peers`, not by a collective that waits
 CONNECT_LIMIT_S = 30.0
+KEEP_LIMIT_S = 60.0
+DROPPING = "dropping groups"
+"""Name of the threads that drop abandoned groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,26 @@ def _make_nccl(store: Store, rank: int, world_size: int, device: torch.device) -
     group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     return AbortableGroup(group=group, abort=nccl.abort)
+
+
+def abandon(groups: list[AbortableGroup]) -> threading.Thread:
+    """Abort `groups`, empty the list, and drop them without waiting.
+
+    The thread that is returned does so, once nobody else has a reference, or after `KEEP_LIMIT_S`: whoever drops the
+    last reference waits for what is outstanding.
+    """
+    for made in groups:
+        made.abort()
+    thread = threading.Thread(target=_drop, args=(list(groups),), name=DROPPING, daemon=True)
+    groups.clear()
+    thread.start()
+    return thread
+
+
+def _drop(groups: list[AbortableGroup]) -> None:
+    limit = time.monotonic() + KEEP_LIMIT_S
+    while any(sys.getrefcount(made.group) > 2 for made in groups) and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 def give_up_silence(connections: set[tuple[int, int]], limit_s: float) -> None:

@@ -32,11 +32,12 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from dbo.errors import ConfigError, DBOError, PeerFailed
-from dbo.groups import AbortableGroup, give_up_silence, make_group, open_connections
+from dbo.groups import AbortableGroup, abandon, give_up_silence, make_group, open_connections
 from dbo.peers import Peers
 from dbo.signals import Signals
 
 CLOSE_LIMIT_S = 5.0
+DROP_LIMIT_S = 2.0
 UNWIND_LIMIT_S = 10.0  # what a rank gets to end, or to renew, once it knows that another failed
 STORE_SILENCE_LIMIT_S = 8.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -176,8 +177,7 @@ class Mesh:
         )
         self._forced_end: threading.Timer | None = None
         self._forced_end_lock = threading.Lock()
-        self.peers.on_failure(self._abort)
-        self.peers.on_failure(self._limit_unwinding)
+        self.peers.on_failure(self._unblock)
         try:
             self._connect_groups()
             if threading.current_thread() is threading.main_thread():
@@ -207,8 +207,7 @@ class Mesh:
             reason = f"{must_exit} cannot be recalled, so this process cannot go on after the failed step"
             self.peers.fail(reason)
             raise SystemExit(f"rank {self.rank}: {reason}")
-        self._abort()
-        self._groups = []
+        abandon(self._groups)
         self.peers.renew()
         self._unlimit_unwinding()
         self._connect_groups()
@@ -247,13 +246,8 @@ class Mesh:
                 store = PrefixStore(f"{prefix}/{name}", self.store)
                 self._groups.append(make_group(store, self.rank, self.world_size, device))
 
-    def _abort(self) -> None:
-        for made in self._groups:
-            made.abort()
-
     def _leave(self) -> None:
-        self._abort()
-        self._groups = []
+        abandon(self._groups).join(DROP_LIMIT_S)
         if self._keeps_store:
             self._outlast_others()
         self.peers.close()
@@ -262,15 +256,18 @@ class Mesh:
             self.signals.close()
             self.signals = None
 
-    def _limit_unwinding(self) -> None:
-        """A rank that is busy with something else when another fails must not keep its host from the end of the job."""
-        with self._forced_end_lock:  # the watcher's thread is here, while `renew` may be getting over the same failure
-            over = self.peers.wait_failure(0) is None
-            if self.signals is None or over or (self._forced_end is not None and self._forced_end.is_alive()):
-                return
-            self._forced_end = threading.Timer(UNWIND_LIMIT_S, self._end_by_force)
-            self._forced_end.daemon = True
-            self._forced_end.start()
+    def _unblock(self) -> None:
+        """Another rank failed: collectives end at once, and a rank that is busy with something else must not keep its
+        host from the end of the job. Called by the watcher's thread, while `renew` may be over the same failure."""
+        with self._forced_end_lock:
+            if self.peers.wait_failure(0) is None:
+                return  # the groups are new ones
+            for made in self._groups:
+                made.abort()
+            if self.signals is not None and self._forced_end is None:
+                self._forced_end = threading.Timer(UNWIND_LIMIT_S, self._end_by_force)
+                self._forced_end.daemon = True
+                self._forced_end.start()
 
     def _unlimit_unwinding(self) -> None:
         with self._forced_end_lock:
