@@ -68,7 +68,7 @@ class Job:
         self.prompts, self.out = directory / "prompts.jsonl", directory / "out.jsonl"
         self.program = directory / "program.py"
         self.program.write_text(PROGRAM)
-        tiny.write_prompts(self.prompts, tiny.prompts(num_prompts))
+        tiny.write_prompts(self.prompts, tiny.prompts(NUM_PROMPTS)[:num_prompts])
         self.generate = ["generate", "--model", model, "--prompts", str(self.prompts), "--device", "cpu"]
 
     @contextmanager
@@ -123,7 +123,7 @@ def wait_for_the_end(hosts: Hosts, command: HostsCommand, of: list[int], limit_s
     """Wait until the ranks of these hosts have ended, at most `limit_s`, and torchrun after them."""
     deadline = time.monotonic() + limit_s + SLACK_S
     ranks = {host: _rank(command, host) for host in of}
-    while alive := [host for host, pid in ranks.items() if pid and Path(f"/proc/{pid}").exists()]:
+    while alive := [host for host, pid in ranks.items() if pid in hosts.pids(host)]:
         assert time.monotonic() < deadline, (alive, *(command.errors(host)[-2000:] for host in alive))
         time.sleep(0.05)
     command.wait(30, of)
@@ -192,7 +192,7 @@ def test_a_host_that_is_cut_off_ends_too(hosts: Hosts, job: Job):
         hosts.cut(2)
         pid = command.rank_pid(2)[1]
         deadline = time.monotonic() + SILENCE_S + SLACK_S
-        while Path(f"/proc/{pid}").exists():
+        while pid in hosts.pids(2):  # a process that has ended is on no host, whether or not torchrun knows
             assert time.monotonic() < deadline, command.errors(2)
             time.sleep(0.05)
         (line,) = messages(command, 2)
@@ -219,14 +219,13 @@ def test_two_hosts_that_do_not_hear_each_other_end_after_the_step_limit(hosts: H
         pytest.param(lambda h: h.delay(1, 0.2), id="delay", marks=pytest.mark.slow),
     ],
 )
-def test_a_bad_network_makes_it_slower_and_nothing_else(hosts: Hosts, tmp_path, tiny_models, spoil: Callable):
-    known = tiny_models("mixtral")
-    job = Job(known.directory, tmp_path, num_prompts=9)
+def test_a_bad_network_makes_it_slower_and_nothing_else(hosts: Hosts, tmp_path, tiny_models, expected, spoil: Callable):
+    job = Job(tiny_models("mixtral").directory, tmp_path, num_prompts=9)
     with job.run(hosts, "--max-new-tokens", "8", "--ignore-eos", "--max-num-seqs", "1") as command:
         job.wait_for_rows(command, 1)
         spoil(hosts)
         assert {done.returncode for done in command.wait(START_S)} == {0}
-    assert [row["token_ids"] for row in read_rows(job.out).values()] == known.answers[:9]
+    assert [row["token_ids"] for row in read_rows(job.out).values()] == [answer[:8] for answer in expected[:9]]
 
 
 # ------------------------------------------------------------------------------------------- a rank is slow
