@@ -201,9 +201,8 @@ class _Follower:
             return  # many logs at once tell nothing
         with contextlib.suppress(FileNotFoundError), _log(self.job, self.job_id).open("rb") as log:
             log.seek(self._offset)
-            stderr = click.get_binary_stream("stderr")
-            stderr.write(log.read())
-            stderr.flush()
+            sys.stderr.buffer.write(log.read())
+            sys.stderr.flush()
             self._offset = log.tell()
 
 
