@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dbo.trace import LANES, Span
-from launch.statistics import Interval
+from launch.statistics import MIN_ROUNDS, Interval
 from launch.timeline import StepTimeline
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ def _chart(figure: Markup, words: str) -> Markup:
 def intervals(ratios: Mapping[tuple[str, str, str], Interval]) -> Markup:
     """Speed of one arm over another with its 95% interval: a row for each (other, baseline, phase)."""
     if not ratios:
-        return tag("p", "Nothing can be compared: the gate failed, no step split, or there were fewer than 3 rounds.")
+        why = f"the gate failed, no step split, or there were fewer than {MIN_ROUNDS} rounds"
+        return tag("p", f"Nothing can be compared: {why}.")
     bounds = [bound for ratio in ratios.values() for bound in (ratio.low, ratio.high, 1.0)]
     low, high = math.log(min(bounds)) - 0.02, math.log(max(bounds)) + 0.02
     right = _WIDTH - 125

@@ -17,7 +17,7 @@ from typing import Any
 
 from dbo.errors import ConfigError
 from launch.html import page
-from launch.statistics import Interval, Summary, drift, speedup, summarise
+from launch.statistics import MIN_ROUNDS, Interval, Summary, drift, speedup, summarise
 from launch.timeline import StepTimeline, perfetto_trace
 
 PHASES = ("prefill", "decode", "total")
@@ -134,7 +134,7 @@ class ABReport:
         if baseline not in self.arms or other not in self.arms:
             return None
         before, after = self.arms[baseline].times(phase), self.arms[other].times(phase)
-        if len(before) < 3 or min(before) <= 0.0 or min(after) <= 0.0:
+        if len(before) < MIN_ROUNDS or min(before) <= 0.0 or min(after) <= 0.0:
             return None
         return speedup(before, after)
 
@@ -149,7 +149,7 @@ class ABReport:
             return f"{phase}: no speed-up is stated: no step split ({_top_reason(overlap.reasons)})"
         ratio = self.compare("whole", "overlap", phase)
         if ratio is None:
-            return f"{phase}: no speed-up is stated: fewer than 3 rounds of both arms"
+            return f"{phase}: no speed-up is stated: fewer than {MIN_ROUNDS} rounds of both arms"
         if ratio.includes(1.0):
             return f"{phase}: no difference shown (overlap / whole speed {ratio.low:.2f}x to {ratio.high:.2f}x)"
         word = "faster" if ratio.value > 1.0 else "slower"
@@ -160,7 +160,8 @@ class ABReport:
     def order_effect(self) -> Interval | None:
         """How many times longer whatever ran last in a round took than what ran first, each over its arm's median."""
         arms, numbers = list(self.arms.values()), range(self.num_rounds)
-        if len(arms) < 2 or len(numbers) < 3 or not all(arm.positions and min(arm.times("total")) > 0 for arm in arms):
+        known = all(arm.positions and min(arm.times("total")) > 0 for arm in arms)
+        if len(arms) < 2 or len(numbers) < MIN_ROUNDS or not known:
             return None
         first = [next(arm.relative(n) for arm in arms if arm.positions[n] == 0) for n in numbers]
         last = [next(arm.relative(n) for arm in arms if arm.positions[n] == len(arms) - 1) for n in numbers]
@@ -169,7 +170,7 @@ class ABReport:
     def drift(self) -> Interval | None:
         """How many times longer the last round took than the first, whatever the arm."""
         arms = list(self.arms.values())
-        if self.num_rounds < 3 or not all(min(arm.times("total")) > 0 for arm in arms):
+        if self.num_rounds < MIN_ROUNDS or not all(min(arm.times("total")) > 0 for arm in arms):
             return None
         return drift([summarise([arm.relative(n) for arm in arms]).median for n in range(self.num_rounds)])
 

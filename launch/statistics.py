@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 4000
+MIN_ROUNDS = 5
+"""Of n rounds, the smallest and largest lie on both sides of the median with probability 1 - 2 / 2**n: 75% for 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,12 @@ def speedup(baseline: Sequence[float], other: Sequence[float], *, seed: int = 0)
     """How many times faster `other` is than `baseline`, from paired samples of time, with a 95% interval.
 
     The statistic is the median over rounds of log(baseline / other); rounds are resampled `RESAMPLES` times.
-    Raises ValueError when the two have different lengths or fewer than three pairs, for which no interval is honest.
+    Raises ValueError when the two have different lengths, or fewer than `MIN_ROUNDS` pairs: no interval is honest then.
     """
     if len(baseline) != len(other):
         raise ValueError(f"samples are paired by round: {len(baseline)} against {len(other)}")
-    if len(baseline) < 3:
-        raise ValueError(f"{len(baseline)} rounds are too few for an interval; use at least 3")
+    if len(baseline) < MIN_ROUNDS:
+        raise ValueError(f"{len(baseline)} rounds are too few for an interval; use at least {MIN_ROUNDS}")
     ratios = np.log(np.asarray(baseline, dtype=np.float64) / np.asarray(other, dtype=np.float64))
     low, high = np.quantile(np.median(ratios[_resampled(len(ratios), seed)], axis=1), (0.025, 0.975))
     return Interval(value=float(np.exp(np.median(ratios))), low=float(np.exp(low)), high=float(np.exp(high)))
@@ -73,9 +75,9 @@ def speedup(baseline: Sequence[float], other: Sequence[float], *, seed: int = 0)
 
 def drift(samples: Sequence[float], *, seed: int = 0) -> Interval:
     """How many times longer the last round took than the first, by a line through the logarithms of all, with a 95%
-    interval. Raises ValueError for fewer than three rounds."""
-    if len(samples) < 3:
-        raise ValueError(f"{len(samples)} rounds are too few for an interval; use at least 3")
+    interval. Raises ValueError for fewer than `MIN_ROUNDS`."""
+    if len(samples) < MIN_ROUNDS:
+        raise ValueError(f"{len(samples)} rounds are too few for an interval; use at least {MIN_ROUNDS}")
     y = np.log(np.asarray(samples, dtype=np.float64))
     x = np.linspace(0.0, 1.0, len(y))
     rows = _resampled(len(y), seed)

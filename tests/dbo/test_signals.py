@@ -1,4 +1,4 @@
-"""SIGINT, SIGUSR1 and SIGTERM are answered while the main thread waits inside C++, where Python's handlers do not run."""
+"""SIGINT, SIGUSR1, SIGTERM are answered while the main thread waits inside C++, where Python's handlers do not run."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ def test_an_interval_that_includes_one_shows_no_difference() -> None:
     assert "no difference shown" in result.verdict("prefill")
 
 
-def test_fewer_than_three_rounds_state_nothing() -> None:
-    result = report(arm("whole", 150.0, splits=0, rounds=2), arm("overlap", 100.0, rounds=2))
-    assert "fewer than 3 rounds" in result.verdict("prefill")
+def test_fewer_than_five_rounds_state_nothing() -> None:
+    result = report(arm("whole", 150.0, splits=0, rounds=4), arm("overlap", 100.0, rounds=4))
+    assert "fewer than 5 rounds" in result.verdict("prefill")
 
 
 def test_columns_stand_apart_however_long_the_numbers() -> None:
