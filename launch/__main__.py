@@ -6,6 +6,11 @@ import os
 import sys
 from importlib import metadata
 
+if __name__ == "__main__":
+    # c10d prints a C++ stack for every connection that breaks; what failed is said once, by the command. torch looks at
+    # this when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import click
 
 from launch import cli
@@ -72,6 +77,4 @@ main = cli.LazyGroup(
 )
 
 if __name__ == "__main__":
-    # c10d prints a C++ stack for every connection that breaks; what failed is said once, by the command.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(cli.run(main))

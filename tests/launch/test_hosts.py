@@ -33,7 +33,7 @@ LONG = ["--max-new-tokens", "100", "--ignore-eos"]
 ONE_AT_A_TIME = ["--max-num-seqs", "1", "--max-num-tokens", "32"]
 
 # What is promised, and what a busy machine gets on top: ending a Python process alone may take it seconds.
-DEATH_S, ERROR_S, SILENCE_S, BUSY_S = 10.0, 5.0, 10.0, 10.0
+DEATH_S, ERROR_S, SILENCE_S, BUSY_S = 10.0, 5.0, 12.0, 10.0
 SLACK_S = 8.0
 START_S = 300.0  # six processes that import torch, on a machine that does something else too
 
