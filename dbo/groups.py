@@ -78,24 +78,26 @@ def _make_nccl(store: Store, rank: int, world_size: int, device: torch.device) -
     return AbortableGroup(group=group, abort=nccl.abort)
 
 
-def abandon(groups: list[AbortableGroup]) -> threading.Thread:
+def abandon(groups: list[AbortableGroup], until: threading.Event) -> threading.Thread:
     """Abort `groups`, empty the list, and drop them without waiting.
 
-    The thread that is returned does so, once nobody else has a reference, or after `KEEP_LIMIT_S`: whoever drops the
-    last reference waits for what is outstanding.
+    The thread that is returned does so, once nobody else has a reference: whoever drops the last reference waits for
+    what is outstanding. It gives up waiting for the others after `KEEP_LIMIT_S`, or when `until` is set, which must
+    happen before the process ends.
     """
     for made in groups:
         made.abort()
-    thread = threading.Thread(target=_drop, args=(list(groups),), name=DROPPING, daemon=True)
+    thread = threading.Thread(target=_drop, args=(list(groups), until), name=DROPPING, daemon=True)
     groups.clear()
     thread.start()
     return thread
 
 
-def _drop(groups: list[AbortableGroup]) -> None:
+def _drop(groups: list[AbortableGroup], until: threading.Event) -> None:
     limit = time.monotonic() + KEEP_LIMIT_S
     while any(sys.getrefcount(made.group) > 2 for made in groups) and time.monotonic() < limit:
-        time.sleep(0.02)
+        if until.wait(0.02):
+            return
 
 
 def give_up_silence(connections: set[tuple[int, int]], limit_s: float) -> None:

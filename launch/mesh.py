@@ -164,6 +164,8 @@ class Mesh:
         self.signals = None
         self._keeps_store = place is not None and self.rank == 0 and not place.launcher_keeps_store
         self._groups: list[AbortableGroup] = []
+        self._dropping: list[threading.Thread] = []
+        self._left = threading.Event()
         prefix += f"/attempt{place.attempt}" if place else ""
         root = HashStore() if place is None else connect_store(place, limit_s, keeps=self._keeps_store)
         self.store = PrefixStore(f"{prefix}/run", root)
@@ -207,7 +209,9 @@ class Mesh:
             reason = f"{must_exit} cannot be recalled, so this process cannot go on after the failed step"
             self.peers.fail(reason)
             raise SystemExit(f"rank {self.rank}: {reason}")
-        abandon(self._groups)
+        self._dropping = [thread for thread in self._dropping if thread.is_alive()] + [
+            abandon(self._groups, self._left)
+        ]
         self.peers.renew()
         self._unlimit_unwinding()
         self._connect_groups()
@@ -247,7 +251,12 @@ class Mesh:
                 self._groups.append(make_group(store, self.rank, self.world_size, device))
 
     def _leave(self) -> None:
-        abandon(self._groups).join(DROP_LIMIT_S)
+        for made in self._groups:
+            made.abort()
+        self._groups = []  # may wait for a collective that gloo missed: then the forced end comes first
+        self._left.set()
+        for thread in self._dropping:
+            thread.join(DROP_LIMIT_S)
         if self._keeps_store:
             self._outlast_others()
         self.peers.close()
