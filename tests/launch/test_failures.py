@@ -57,4 +57,5 @@ def test_one_rank_is_different(tiny_models, tmp_path, deed, message):
         finished = command.wait(60)
     assert finished.returncode == 1
     assert re.search(message, finished.stderr), finished.stderr
-    assert f'File "{REPOSITORY}' not in finished.stderr, finished.stderr  # no traceback but torchrun's own
+    ours = rf'File "{REPOSITORY}/(dbo|moe|launch)/'  # a virtual environment, torchrun's too, may lie in the repository
+    assert not re.search(ours, finished.stderr), finished.stderr
