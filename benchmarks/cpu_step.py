@@ -134,7 +134,8 @@ def run_ours(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- transformers
 
 
-def run_transformers(path: Path) -> dict[str, Any]:
+def run_transformers(path: Path, tried: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
+    """`tried`: what an earlier run measured of the experts implementations; None tries them all."""
     import transformers
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -158,8 +159,8 @@ def run_transformers(path: Path) -> dict[str, Any]:
         )
         return time.perf_counter() - start, out[:, width:].tolist()
 
-    decode, prefill = {}, {}
-    for name in ("eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()):
+    decode, prefill = ({}, {}) if tried is None else (tried["decode_8_steps_s"], tried["prefill_s"])
+    for name in () if tried else ("eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()):
         with contextlib.suppress(Exception):  # most of them need a GPU
             model.set_experts_implementation(name)
             short = [p[:4] for p in ids]  # one of them copies the weights of every chosen expert for every token
@@ -187,12 +188,12 @@ def run_transformers(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def run_arm(arm: str, path: Path, threads: int) -> dict[str, Any]:
+def run_arm(arm: str, path: Path, threads: int, tried: str) -> dict[str, Any]:
     ranks = 2 if arm == "ours-2" else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, threads // ranks)), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, *launcher, __file__, str(path), "--arm", arm],
+        [sys.executable, *launcher, __file__, str(path), "--arm", arm, "--tried", tried],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -232,11 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--arm", choices=ARMS, help="run this arm alone and print JSON (used by the comparison)")
+    parser.add_argument("--tried", default="null", help="with --arm transformers: what was tried already, as JSON")
     parser.add_argument("--rounds", type=int, default=2, help="each in the opposite order of the one before")
     parser.add_argument("--out", type=Path, help="also write everything measured to this JSON file")
     options = parser.parse_args()
     if options.arm:
-        result = run_transformers(options.model) if options.arm == "transformers" else run_ours(options.model)
+        tried = json.loads(options.tried)
+        result = run_transformers(options.model, tried) if options.arm == "transformers" else run_ours(options.model)
         if result.get("rank", 0) == 0:
             print(json.dumps(result))
         return
@@ -247,7 +250,10 @@ def main() -> None:
     for number in range(options.rounds):
         for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
             print(f"round {number + 1}: {arm} ...", file=sys.stderr, flush=True)
-            results[arm].append(run_arm(arm, options.model, threads))
+            tried = json.dumps(results["transformers"][0]["tried"] if results["transformers"] else None)
+            results[arm].append(run_arm(arm, options.model, threads, tried))
+            run = results[arm][-1]
+            print(f"  prefill {run['prefill_s']:.2f} s, decode {run['decode_s']:.2f} s", file=sys.stderr, flush=True)
     report(results)
     if options.out:
         options.out.write_text(json.dumps({"host": host, "lengths": LENGTHS, "results": results}))
