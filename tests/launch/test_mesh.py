@@ -231,18 +231,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def say(line: str) -> None:
+    """One write, so that lines of several ranks do not mix (`print` makes two where Python does not buffer)."""
+    os.write(1, f"{line}\n".encode())
+
+
 def step_for_ever(rank: int) -> None:
     """The program of a rank: one all-to-all after the other, waited for inside C++."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with Mesh.start(device="cpu") as mesh:
-        mesh.signals.on_exit(lambda: print(f"rank {rank} flushed", flush=True))
-        print(f"rank {rank} ready as {os.getpid()}", flush=True)
+        mesh.signals.on_exit(lambda: say(f"rank {rank} flushed"))
+        say(f"rank {rank} ready as {os.getpid()}")
         try:
             with mesh.peers.guard():
                 while True:
                     all_to_all(mesh).wait()
         except PeerFailed as failure:
-            print(f"rank {rank} says: {failure}", flush=True)
+            say(f"rank {rank} says: {failure}")
 
 
 def fork_ranks(num_ranks: int) -> None:
@@ -252,7 +257,7 @@ def fork_ranks(num_ranks: int) -> None:
         child.start()
     for child in children:
         child.join()
-    print("ended with", [child.exitcode for child in children], flush=True)
+    say(f"ended with {[child.exitcode for child in children]}")
 
 
 @contextmanager
