@@ -1,9 +1,12 @@
 """The part of torch's state that belongs to a thread: captured in the caller, applied in its ubatches.
 
 A file of its own because torch keeps this state in a dozen places and both drivers need all of them: device and current
-stream, grad and inference mode, autocast, and the stack of function modes (which holds the default device). The default
-dtype belongs to the process. Context variables travel with `contextvars.copy_context()` (see `runner.py`), and in newer
-versions of torch the compiler's configuration with them; in 2.11 that belongs to the process.
+stream, grad and inference mode, autocast, and the stacks of function modes (which holds the default device) and of
+dispatch modes (`FlopCounterMode`, `FakeTensorMode`). The default dtype belongs to the process. Context variables travel
+with `contextvars.copy_context()` (see `runner.py`), and in newer versions of torch the compiler's configuration with
+them; in 2.11 that belongs to the process. A mode is carried as the one object that it is, without a lock, since one
+ubatch runs at a time. Not carried are hooks for saved tensors, which nothing without gradients has, and pre-dispatch
+modes, which only `torch.export` enters.
 
 Invariant: `applied()` leaves everything as it found it, also after an error. Each part is set to absolute values, never
 relative to a stack, so that greenlets may enter and leave in any order.
@@ -18,16 +21,21 @@ from typing import Any
 
 import torch
 from torch._C import (
+    _get_dispatch_stack_at,
     _get_function_stack_at,
     _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
     _pop_torch_function_stack,
+    _push_on_torch_dispatch_stack,
     _push_on_torch_function_stack,
     is_grad_enabled,
     is_inference_mode_enabled,
 )
 
 Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
+Modes = tuple[tuple[Any, ...], tuple[Any, ...]]  # function modes, dispatch modes; innermost last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +46,9 @@ class TorchState:
     inference: bool
     autocast: Autocast
     any_autocast: bool
-    modes: tuple[Any, ...]
-    num_modes: int
+    modes: Modes
+    num_function_modes: int
+    num_dispatch_modes: int
     plain: bool
     device: torch.device
     device_index: int | None
@@ -56,8 +65,9 @@ class TorchState:
             autocast=_autocast(device),
             any_autocast=any_autocast,
             modes=modes,
-            num_modes=len(modes),
-            plain=not (any_autocast or modes or cuda),
+            num_function_modes=len(modes[0]),
+            num_dispatch_modes=len(modes[1]),
+            plain=not (any_autocast or any(modes) or cuda),
             device=device,
             device_index=torch.cuda.current_device() if cuda else None,
             stream=torch.cuda.current_stream(device) if cuda else None,
@@ -72,7 +82,8 @@ class TorchState:
             is_grad_enabled() is self.grad
             and is_inference_mode_enabled() is self.inference
             and _is_any_autocast_enabled() is self.any_autocast
-            and _len_torch_function_stack() == self.num_modes
+            and _len_torch_function_stack() == self.num_function_modes
+            and _len_torch_dispatch_stack() == self.num_dispatch_modes
             and (self.plain or self._rest_in_force())
         )
 
@@ -83,7 +94,7 @@ class TorchState:
     def _rest_in_force(self) -> bool:
         return (
             (not self.any_autocast or _autocast(self.device) == self.autocast)
-            and (self.num_modes == 0 or _modes() == self.modes)
+            and _modes() == self.modes
             and (self.stream is None or self._device_in_force())
         )
 
@@ -122,17 +133,23 @@ class TorchState:
                 _set_autocast(autocast)
 
 
-def _modes() -> tuple[Any, ...]:
-    if _len_torch_function_stack() == 0:
-        return ()
-    return tuple(_get_function_stack_at(k) for k in range(_len_torch_function_stack()))
+def _modes() -> Modes:
+    functions = tuple(_get_function_stack_at(k) for k in range(_len_torch_function_stack()))
+    return functions, tuple(_get_dispatch_stack_at(k) for k in range(_len_torch_dispatch_stack()))
 
 
-def _set_modes(modes: tuple[Any, ...]) -> None:
+def _set_modes(modes: Modes) -> None:
+    if modes == _modes():
+        return
+    functions, dispatches = modes
     for _ in range(_len_torch_function_stack()):
         _pop_torch_function_stack()
-    for mode in modes:
+    for mode in functions:
         _push_on_torch_function_stack(mode)
+    for _ in range(_len_torch_dispatch_stack()):
+        _pop_torch_dispatch_stack(None)
+    for mode in dispatches:
+        _push_on_torch_dispatch_stack(mode)
 
 
 def _autocast(device: torch.device) -> Autocast:

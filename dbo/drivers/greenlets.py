@@ -3,9 +3,9 @@
 A file of its own, like each driver, and because `greenlet` is optional: it is imported when a driver is made.
 
 Invariant: whenever a greenlet is left, the thread's torch state is the caller's. Threads get that for free; here a
-ubatch that yields inside a `with` (no_grad, autocast, a stream, a default device) would leak its state into its
-sibling. So a ubatch in another state than the caller's is left through `state.applied()`, which puts its own state back
-when it goes on. The usual case costs one comparison.
+ubatch that yields inside a `with` (no_grad, autocast, a stream, a mode) would leak its state into its sibling. So a
+ubatch in another state than the caller's is left through `state.applied()`, which puts its own state back when it goes
+on. The usual case costs one comparison.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch._C import (
     _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
     is_grad_enabled,
     is_inference_mode_enabled,
@@ -101,7 +102,8 @@ class GreenletDriver:
             is_grad_enabled() is state.grad
             and is_inference_mode_enabled() is state.inference
             and _is_any_autocast_enabled() is state.any_autocast
-            and _len_torch_function_stack() == state.num_modes
+            and _len_torch_function_stack() == state.num_function_modes
+            and _len_torch_dispatch_stack() == state.num_dispatch_modes
             and (state.plain or state.in_force())
         ):
             self._wake[dst]()

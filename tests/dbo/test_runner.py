@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 from dbo.context import current_ubatch, current_ubatch_id, note_layer, yield_turn
 from dbo.errors import ConfigError, DBOError, StepTimeout, UBatchCancelled
@@ -436,6 +440,8 @@ def _thread_local_state() -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "num threads": torch.get_num_threads(),
         "variable": _variable.get(),
+        "function modes": _get_current_function_mode_stack(),
+        "dispatch modes": _get_current_dispatch_mode_stack(),
         "compiler": torch._dynamo.config.cache_size_limit,
         "product": (torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")).dtype,
     }
@@ -458,6 +464,30 @@ def _compiler_configuration_is_the_process() -> bool:
     return seen == [3]
 
 
+class _CountingFunctions(TorchFunctionMode):
+    """Counts calls of functions of torch, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _CountingOperators(TorchDispatchMode):
+    """Counts operators, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
 _STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,
     "no_grad": torch.no_grad,
@@ -465,6 +495,9 @@ _STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
     "device": lambda: torch.device("meta"),
     "compiler": _compiler_patch,
+    "function mode": _CountingFunctions,
+    "dispatch mode": _CountingOperators,
+    "fake tensors": FakeTensorMode,
 }
 
 
@@ -495,7 +528,7 @@ def test_ubatches_have_the_callers_state(make: Callable[..., UBatchRunner], driv
 @both_drivers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("inner", _STATES)
-@pytest.mark.parametrize("outer", ["plain", "inference", "autocast", "device"])
+@pytest.mark.parametrize("outer", ["plain", "inference", "autocast", "device", "dispatch mode", "fake tensors"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_state_that_spans_a_yield_stays_in_its_ubatch(
     make: Callable[..., UBatchRunner], driver: str, outer: str, inner: str, fails: bool
@@ -526,6 +559,55 @@ def test_a_state_that_spans_a_yield_stays_in_its_ubatch(
         else:
             assert runner.run(fn, [0, 1, 2]) == [True] * 3
         assert _thread_local_state() == before
+
+
+@both_drivers
+@pytest.mark.parametrize("mode", [_CountingFunctions, _CountingOperators])
+def test_a_mode_of_the_caller_sees_what_its_ubatches_do(
+    make: Callable[..., UBatchRunner], driver: str, mode: type[_CountingFunctions | _CountingOperators]
+) -> None:
+    runner, toy, inputs = make(3, driver), Toy(), items(3)
+    with mode() as alone:
+        for x in inputs:
+            toy(x)
+    for interleave in (True, False):
+        with mode() as seen:
+            runner.run(toy, inputs, interleave=interleave)
+        runner.run(toy, inputs)  # it is not on any more
+        assert seen.num_calls == alone.num_calls > 0
+
+
+@both_drivers
+def test_a_mode_of_one_ubatch_does_not_see_its_siblings(make: Callable[..., UBatchRunner], driver: str) -> None:
+    modes = [_CountingOperators() for _ in range(3)]
+
+    def fn(k: int) -> None:
+        x = torch.ones(2)
+        with modes[k]:
+            for _ in range(k + 1):
+                x = x + 1
+                yield_turn("here")
+
+    make(3, driver).run(fn, [0, 1, 2])
+    assert [mode.num_calls for mode in modes] == [1, 2, 3]
+
+
+@both_drivers
+def test_flops_are_counted_and_fake_tensors_stay_fake(make: Callable[..., UBatchRunner], driver: str) -> None:
+    runner, layer = make(2, driver), torch.nn.Linear(8, 4, bias=False)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            y = layer(x)
+            yield_turn("here")
+        return y
+
+    with FlopCounterMode(display=False) as counter:
+        runner.run(fn, [torch.ones(3, 8), torch.ones(5, 8)])
+    assert counter.get_total_flops() == 2 * (3 + 5) * 2 * 8 * 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = runner.run(lambda k: (yield_turn("here"), torch.ones(k, 2) + 1)[1], [3, 5])
+    assert [(type(y), y.shape) for y in made] == [(FakeTensor, (3, 2)), (FakeTensor, (5, 2))]
 
 
 @both_drivers
