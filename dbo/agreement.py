@@ -9,6 +9,7 @@ graph mode, whether to stop) is decided here and nowhere else. Invariants:
 """
 
 import math
+import operator
 import time
 from array import array
 from collections import Counter
@@ -16,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
-from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -207,6 +208,17 @@ def _objection(votes: Votes, config: DBOConfig, padded: int) -> tuple[Reason, in
     return Reason.SPLIT, None
 
 
+def _int32(name: str, value: SupportsIndex | np.generic) -> int:
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        number = operator.index(plain)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: a vote holds whole numbers and flags") from None
+    if not -(2**31) <= number < 2**31:
+        raise TypeError(f"{name}={value!r}: a vote holds 32-bit integers")
+    return number
+
+
 def _largest(votes: Votes) -> int:
     return max(*votes["num_tokens"], *votes["num_tokens_padded"])
 
@@ -265,7 +277,7 @@ class Agreement:
         self._num_votes = 0
         names = [field.name for field in fields(vote_type)]
         self._fields = (*names, WANTS)
-        self._values_of = attrgetter(*names)
+        self._values_of = operator.attrgetter(*names)
         self.renew(group)
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
@@ -287,14 +299,15 @@ class Agreement:
     def issue(self, vote: Vote) -> PendingPlan:
         """Cast this rank's vote without waiting for the others.
 
-        Raises `AgreementError` if an earlier vote is still pending; `result()` raises it if the collective fails,
-        `StepTimeout` if a rank does not vote within `config.step_timeout_s`, and whatever `check` raises. After any of
-        these the ranks need `renew`.
+        Raises `AgreementError` if an earlier vote is still pending and `TypeError` for a field that is no int32: then
+        nothing was cast. `result()` raises `AgreementError` if the collective fails, `StepTimeout` if a rank does not
+        vote within `config.step_timeout_s`, and whatever `check` raises. After any of these the ranks need `renew`.
         """
         if self._pending is not None:
             raise AgreementError("the previous vote is still pending: one step, one vote")
+        column = self._column(vote)
         self._cells[:] = self._blank
-        self._cells[self._dp_rank :: self._dp_size] = array("i", (*self._values_of(vote), self._policy.vote(vote)))
+        self._cells[self._dp_rank :: self._dp_size] = column
         work = None
         if self._group is not None:
             work = self._group.allreduce([self._tensor])
@@ -310,6 +323,13 @@ class Agreement:
             ranks = [f"rank {rank}: {n}" for (why, rank), n in sorted(self.reason_ranks.items()) if why is reason]
             counts.append(f"{reason}: {count}" + (f" ({', '.join(ranks)})" if ranks else ""))
         return f"{self._policy.describe()}; steps: {', '.join(counts) or 'none'}"
+
+    def _column(self, vote: Vote) -> "array[int]":
+        values = (*self._values_of(vote), self._policy.vote(vote))
+        try:
+            return array("i", values)
+        except (TypeError, OverflowError):  # of one of them; or a flag is numpy's, which is no integer to Python
+            return array("i", map(_int32, self._fields, values))
 
     def _finish(self, number: int, work: dist.Work | None) -> BatchPlan:
         if self._pending != number:

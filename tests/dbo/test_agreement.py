@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -354,6 +355,24 @@ def test_further_fields_need_no_change_here():
 
     agreement = agreement_on(0, 1, None, vote_type=TimedVote)
     assert agreement.agree(TimedVote(num_tokens=3, queue_us=-17)).votes["queue_us"] == (-17,)
+
+
+def test_numbers_and_flags_may_be_numpy_s():
+    lengths = np.array([1, 1, 1])
+    vote = Vote(num_tokens=lengths.sum(), num_tokens_padded=np.uint8(4), uniform_decode=(lengths == 1).all())
+    plain = Vote(num_tokens=3, num_tokens_padded=4, uniform_decode=True)
+    plans = [agreement_on(0, 1, None).agree(v) for v in (vote, plain)]
+    assert plans[0] == plans[1]
+    assert {type(value) for row in plans[0].votes.values() for value in row} == {int}
+
+
+@pytest.mark.parametrize("value", [3.0, np.float32(3), "3", None, 2**31, -(2**31) - 1])
+def test_a_field_that_is_no_int32_is_named_before_anything_is_cast(value):
+    agreement = agreement_on(0, 1, group := Alone())
+    with pytest.raises(TypeError, match=r"num_rows=.*a vote holds"):
+        agreement.issue(Vote(num_tokens=3, num_rows=value))
+    assert group.tensors == []
+    assert agreement.agree(Vote(num_tokens=3)).num_tokens_per_rank == (3,)
 
 
 def test_one_vote_at_a_time_and_its_plan_is_kept():
