@@ -48,7 +48,8 @@ class Reason(StrEnum):
     GRAPH_MODE = "graph mode"
     CANNOT_CUT = "cannot cut"
     LAST_UBATCH_EMPTY = "last ubatch empty"
-    NOT_PROFITABLE = "not profitable"
+    NOT_PROFITABLE = "policy: not profitable"
+    PROBE = "policy: a look at whole"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,13 @@ class Vote:
     """This rank has no request left, and none will come."""
     num_rows: int = 0
     """Finished output rows that this rank has posted since its last vote."""
+    prefill_drift: int = 0
+    """By how much this rank's clock found overlap dearer against whole than the profile said, other steps than decode;
+    see `policy.DRIFT_UNIT`."""
+    decode_drift: int = 0
+    """The same for uniform decodes."""
+    probe: int = 0
+    """The arm that this rank asks to see in this step, whatever pays; see `policy.PROBE_WHOLE`. 0 = none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
