@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -135,6 +135,12 @@ Sampler = Callable[[Sequence[Chunk], Tensor], Tensor]
 """Chunks that need a token and their logits [n, vocab] float32 -> [n] int64, on the logits' device, without waiting.
 
 -1 stands for a row with NaN."""
+
+
+Forward = Callable[[Schedule, BatchPlan, DBOConfig], Tensor]
+"""A schedule, its plan and the settings -> hidden states [num_tokens, hidden], as `Engine.forward`."""
+
+IDLE_S = 1e-3  # between two looks for requests that have arrived, while no rank has any
 
 
 def sample_chunks(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
@@ -283,16 +289,19 @@ class Engine:
         num_logprobs: int | None = None,
         early_votes: bool = True,
         sampler: Sampler = sample_chunks,
+        forward: Forward | None = None,
     ) -> RunResult:
         """Compute this rank's requests (maybe none) together with the other ranks, until all are done.
 
-        Collective, with the same `dbo` on every rank. Requests come in order of `index` and have passed
-        `Scheduler.check`. `num_rows`: output rows that this rank posted before the run. `early_votes=False` casts every
-        vote after the step before it, for tests. `sampler`: chooses the tokens, for experiments that watch logits or
-        force tokens. Raises PeerFailed, StepTimeout and what a step raises; after that
-        the groups of the mesh need renewal.
+        Collective, with the same `dbo` on every rank. Requests come in order of `index` and of `arrival_s`, before
+        which none of them starts, and have passed `Scheduler.check`. `num_rows`: output rows that this rank posted
+        before the run. `early_votes=False` casts every vote after the step before it, for tests. `sampler`: chooses the
+        tokens, for experiments that watch logits or force tokens. `forward`: runs instead of `Engine.forward`, for
+        experiments that look into steps. Raises PeerFailed, StepTimeout and what a step raises; after that the groups
+        of the mesh need renewal.
         """
-        return _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler).run(requests, num_rows)
+        run = _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler, forward or self.forward)
+        return run.run(requests, num_rows)
 
     def runner(self, dbo: DBOConfig) -> UBatchRunner:
         """The kept runner for these settings."""
@@ -353,10 +362,13 @@ class _Run:
         num_logprobs: int | None,
         early_votes: bool,
         sampler: Sampler,
+        forward: Forward,
     ):
         mesh = engine.mesh
         self.engine, self.dbo, self.observer = engine, dbo, observer
-        self.num_logprobs, self.early_votes, self.sampler = num_logprobs, early_votes, sampler
+        self.num_logprobs, self.early_votes, self.sampler, self.forward = num_logprobs, early_votes, sampler, forward
+        self._arriving: deque[Request] = deque()
+        self._started_s = 0.0
         self._waiting = engine.all2all if isinstance(engine.all2all, WaitsOnHost) else None
         self.scheduler = Scheduler(engine.limits)
         self.agreement = Agreement(
@@ -370,9 +382,8 @@ class _Run:
         )
 
     def run(self, requests: Sequence[Request], num_rows: int) -> RunResult:
-        result, started = RunResult(), time.perf_counter()
-        for request in requests:
-            self.scheduler.add(request)
+        result, self._started_s = RunResult(), time.perf_counter()
+        self._arriving.extend(requests)
         try:
             self._steps(result, num_rows)
         finally:
@@ -381,7 +392,7 @@ class _Run:
         result.num_collectives = self.agreement.num_collectives
         result.num_preemptions = self.scheduler.num_preemptions
         result.summary = self.agreement.summary()
-        result.wall_s = time.perf_counter() - started
+        result.wall_s = time.perf_counter() - self._started_s
         return result
 
     def _steps(self, result: RunResult, num_rows: int) -> None:
@@ -395,6 +406,10 @@ class _Run:
             result.interrupted = 1 in plan.votes["interrupted"]
             if plan.finished or result.interrupted:
                 return
+            if not any(plan.num_tokens_per_rank):  # on every rank alike: all of them wait for requests to arrive
+                time.sleep(IDLE_S)
+                schedule, pending = self._vote(0)
+                continue
             early = self.early_votes and schedule.foreseeable
             following = self._vote(schedule.num_ended) if early else None
             ended = self._compute(schedule, plan)
@@ -408,13 +423,16 @@ class _Run:
         return None if self._waiting is None else self._waiting.host_wait_s
 
     def _vote(self, num_rows: int) -> tuple[Schedule, PendingPlan]:
-        """Schedule the next step and cast this rank's vote for it."""
+        """Schedule the next step, with the requests that have arrived, and cast this rank's vote for it."""
+        elapsed_s = time.perf_counter() - self._started_s
+        while self._arriving and self._arriving[0].arrival_s <= elapsed_s:
+            self.scheduler.add(self._arriving.popleft())
         schedule = self.scheduler.schedule()
         vote = EngineVote(
             num_tokens=schedule.num_tokens,
             uniform_decode=schedule.uniform_decode,
             can_cut=can_cut(schedule.query_lens, self.dbo, seq_lens=schedule.seq_lens),
-            finished=not schedule.chunks and not self.scheduler.has_work,
+            finished=not (schedule.chunks or self.scheduler.has_work or self._arriving),
             num_rows=num_rows,
             num_decode_tokens=sum(chunk.is_decode for chunk in schedule.chunks),
             interrupted=self.observer.interrupted(),
@@ -426,7 +444,7 @@ class _Run:
 
     def _compute(self, schedule: Schedule, plan: BatchPlan) -> int:
         """Forward, sample, commit; returns how many requests ended."""
-        hidden = self.engine.forward(schedule, plan, self.dbo)
+        hidden = self.forward(schedule, plan, self.dbo)
         tokens = self._sample(schedule, hidden)
         now = time.perf_counter()
         for chunk in schedule.sampling:

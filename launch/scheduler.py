@@ -64,6 +64,7 @@ class Request:
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     stop_text: StopText | None = None
+    arrival_s: float = 0.0  # after the start of the run
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -6,14 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from dbo.config import DBOConfig
 from dbo.errors import StepTimeout
 from launch.config import EngineOptions
 from launch.engine import StepClock
 from launch.mesh import Mesh
+from launch.sampling import SamplingParams
+from launch.scheduler import Request
 from launch.session import load_engine, resolve
 from moe.config import read_config
-from tests.launch.engine_cases import OPTIONS, Report, on_ranks, run_arm, run_arms
+from tests.launch.engine_cases import BASE, OPTIONS, Report, on_ranks, run_arm, run_arms
 
 ARMS = {
     "off": {"overlap": "off"},
@@ -178,3 +182,35 @@ def test_a_rank_that_stays_away_from_a_whole_step_is_not_waited_for(ranks, tiny_
     assert name == "StepTimeout"
     assert "more than 1 s" in text
     assert elapsed_s < 4
+
+
+ARRIVALS = ([0.0, 0.3], [0.15])
+
+
+def run_paced(ctx, directory, prompts):
+    """Requests that arrive while the run goes on, with a pause in which nobody has work."""
+    torch.set_num_threads(1)
+    with ctx.mesh() as mesh:
+        options = EngineOptions(model=directory, **OPTIONS)
+        engine = load_engine(options, resolve(options, read_config(directory)), mesh, model=Path(directory))
+        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        requests = [
+            Request(id=str(i), index=i, prompt_ids=prompts[i], params=params, arrival_s=arrival)
+            for i, arrival in enumerate(ARRIVALS[ctx.rank])
+        ]
+        started = time.perf_counter()
+        result = engine.run(requests, DBOConfig(overlap="on", **BASE))
+        engine.close()
+        waited = [request.first_token_s - started for request in requests]
+        return waited, [request.output_ids for request in requests], len(result.steps), result.num_collectives
+
+
+def test_requests_start_when_they_arrive_and_nobody_leaves_before(ranks, tiny_models):
+    model = tiny_models("mixtral")
+    found = ranks(2).run(run_paced, model.directory, model.prompts[:2], timeout=60)
+    for arrivals, (waited, answers, _, _) in zip(ARRIVALS, found, strict=True):
+        assert all(first >= arrival for first, arrival in zip(waited, arrivals, strict=True))
+        assert answers == [answer[:2] for answer in model.answers[: len(arrivals)]]
+    (_, _, steps, collectives), other = found
+    assert other[2:] == (steps, collectives)
+    assert collectives > steps + 10  # votes of ranks that wait for requests
