@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.all2all.base import All2All
 from moe.experts import ExpertWeights, make_experts
-from moe.router import Router
+from moe.router import Route
 
 
 class MoELayer:
@@ -26,20 +26,27 @@ class MoELayer:
 
     def __init__(
         self,
-        router: Router,
+        router: Route,
         experts: ExpertWeights,
         all2all: All2All,
         shared: Callable[[Tensor], Tensor] | None = None,
     ):
         self.router, self.experts, self.all2all, self.shared = router, make_experts(experts), all2all, shared
 
-    def __call__(self, x: Tensor, num_tokens: int | Tensor, num_tokens_per_rank: Sequence[int] | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        num_tokens: int | Tensor,
+        num_tokens_per_rank: Sequence[int] | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
         """Run x [T, hidden], the first `num_tokens` rows real; gives [T, hidden], without the residual.
 
-        `num_tokens_per_rank`: real rows of every rank in this ubatch where known (see `All2All.dispatch`). Two
-        yield points. Padded rows of the result are undefined where there are shared experts, else 0.
+        `num_tokens_per_rank`: real rows of every rank in this ubatch where known (see `All2All.dispatch`). `slots`
+        [T]: what the tokens are called (see `Route`). Two yield points. Padded rows of the result are undefined where
+        there are shared experts, else 0.
         """
-        topk_weights, topk_idx = self.router(x, num_tokens)
+        topk_weights, topk_idx = self.router(x, num_tokens, slots)
         received = self.all2all.dispatch(x, topk_idx, topk_weights, num_tokens_per_rank).result()
         returning = self.all2all.combine(self.experts(received), received)
         if self.shared is None:

@@ -8,10 +8,22 @@ and weight 0, whatever they contain.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Route(Protocol):
+    """Chooses the experts of a layer."""
+
+    def __call__(self, x: Tensor, num_tokens: int | Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route x [T, hidden]; gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64.
+
+        `slots` [T] int64: where in the KV cache each token lies, -1 for padding: a name of the token that stays the
+        same however the batch is cut.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +34,8 @@ class Router:
     num_topk: int
     norm_topk_prob: bool
 
-    def __call__(self, x: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Route x [T, hidden]; gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64."""
+    def __call__(self, x: Tensor, num_tokens: int | Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `Route`; `slots` does not matter here."""
         logits = F.linear(x.to(self.gate.dtype), self.gate)
         if logits.is_cuda:
             from moe.kernels.topk import softmax_topk  # `route` in one launch
@@ -44,3 +56,51 @@ def route(logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: in
         weights = weights / weights.sum(dim=-1, keepdim=True)
     padded = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens).unsqueeze(-1)
     return weights.masked_fill(padded, 0.0), experts.masked_fill(padded, -1)
+
+
+# ---------------------------------------------------------------------------------------------- for experiments
+
+_TABLE_ROWS = 4093  # a prime: slots that lie a power of two apart get different rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedRouter:
+    """A router whose choice of experts is replaced by that of a table, to study other loads than the model's own.
+
+    The gate still runs: its time and its weights stay. table [n, num_topk] int64: a token takes the row of its slot
+    (modulo n), so its experts do not depend on how the batch was cut, and the rule is the same on every rank.
+    """
+
+    gate: Route
+    table: Tensor
+
+    def __call__(self, x: Tensor, num_tokens: int | Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `Route`. Raises ValueError without `slots`."""
+        if slots is None:
+            raise ValueError("a scripted router needs the slots of its tokens")
+        weights, chosen = self.gate(x, num_tokens, slots)
+        scripted = self.table[slots.remainder(len(self.table))]
+        return weights, scripted.where(chosen >= 0, -1)
+
+
+def routing_table(rule: str, *, num_experts: int, num_topk: int, seed: int) -> Tensor:
+    """[n, num_topk] int64 of experts, each at most once a row, on the CPU; the same for the same arguments.
+
+    `uniform`: all experts alike. `zipf:A`: the r-th most popular expert with a probability in proportion to r ** -A,
+    drawn without replacement, in an order of popularity that `seed` shuffles. `one-expert`: every token goes to expert
+    0, and to 1 .. num_topk - 1 where it takes several. Raises ValueError for another rule.
+    """
+    kind, _, exponent = rule.partition(":")
+    random = torch.Generator().manual_seed(seed)
+    if kind == "one-expert" and not exponent:
+        return torch.arange(num_topk).expand(_TABLE_ROWS, -1).contiguous()
+    if kind == "uniform" and not exponent:
+        power = 0.0
+    elif kind == "zipf" and exponent:
+        power = float(exponent)
+    else:
+        raise ValueError(f"{rule!r} is not uniform, zipf:A or one-expert")
+    popularity = torch.randperm(num_experts, generator=random) + 1.0
+    # The num_topk largest of log p + Gumbel noise are a draw without replacement.
+    noise = -torch.rand(_TABLE_ROWS, num_experts, generator=random, dtype=torch.float64).log_().neg_().log_()
+    return (noise - power * popularity.log()).topk(num_topk, dim=-1).indices

@@ -72,6 +72,11 @@ class Model:
             x, residual = layer(x, residual, angles, plan, batch)
         return x if residual is None else x + residual
 
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """The layers with experts, in order: for experiments that put another router or transport into them."""
+        return [layer.mlp.moe for layer in self.layers if isinstance(layer.mlp, RoutedMLP)]
+
     @torch.inference_mode()
     def compute_logits(self, rows: Tensor) -> Tensor:
         """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
@@ -116,6 +121,17 @@ class SelfAttention:
         return self.out(plan.attend(self.index, self.qkv(x), self.q_norm, self.k_norm, angles))
 
 
+@dataclass(frozen=True)
+class RoutedMLP:
+    """The experts of one layer, called as an MLP is."""
+
+    moe: MoELayer
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> [T, H] without the residual; two yield points."""
+        return self.moe(x, batch.num_tokens, batch.num_tokens_per_rank, batch.slot_mapping)
+
+
 def _take(params: Params, prefix: str) -> Params:
     """Move the parameters under `prefix` out of `params`."""
     return {name.removeprefix(prefix): params.pop(name) for name in list(params) if name.startswith(prefix)}
@@ -132,28 +148,35 @@ def _make_layer(config: ModelConfig, params: Params, all2all: All2All, index: in
             k_norm=params.get("k_norm"),
         ),
         attention_norm=lambda x, residual: add_rms_norm(x, residual, attention_norm, config.rms_norm_eps),
-        mlp=_dense_mlp(params) if index in config.dense_layers else _moe_mlp(config, params, all2all),
+        mlp=_dense_mlp(params) if index in config.dense_layers else _routed_mlp(config, params, all2all),
         mlp_norm=lambda x, residual: add_rms_norm(x, residual, mlp_norm, config.rms_norm_eps),
     )
 
 
 def _dense_mlp(params: Params) -> Callable[[Tensor, ForwardBatch], Tensor]:
-    gate_up, down = make_linear(params["w_gate_up"]), make_linear(params["w_down"])
+    mlp = _swiglu(params["w_gate_up"], params["w_down"])
+    return lambda x, batch: mlp(x)
 
-    def mlp(x: Tensor, batch: ForwardBatch) -> Tensor:
+
+def _routed_mlp(config: ModelConfig, params: Params, all2all: All2All) -> RoutedMLP:
+    return RoutedMLP(
+        MoELayer(
+            Router(gate=params["router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob),
+            ExpertWeights(w_gate_up=params["w_gate_up"], w_down=params["w_down"]),
+            all2all,
+            _swiglu(params["shared_gate_up"], params["shared_down"]) if config.shared_expert_width else None,
+        )
+    )
+
+
+def _swiglu(w_gate_up: Tensor, w_down: Tensor) -> Linear:
+    gate_up, down = make_linear(w_gate_up), make_linear(w_down)
+
+    def mlp(x: Tensor) -> Tensor:
         gate, up = gate_up(x).chunk(2, dim=-1)
         return down(F.silu(gate) * up)
 
     return mlp
-
-
-def _moe_mlp(config: ModelConfig, params: Params, all2all: All2All) -> Callable[[Tensor, ForwardBatch], Tensor]:
-    layer = MoELayer(
-        Router(gate=params["router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob),
-        ExpertWeights(w_gate_up=params["w_gate_up"], w_down=params["w_down"]),
-        all2all,
-    )
-    return lambda x, batch: layer(x, batch.num_tokens, batch.num_tokens_per_rank)
 
 
 # ------------------------------------------------------------------------------------------------ parameters
@@ -172,9 +195,12 @@ def declare_params(config: ModelConfig, family: Family, experts: range) -> dict[
         source = f"model.layers.{index}."
         layer = _attention_params(c, source)
         if index in c.dense_layers:
-            layer |= _dense_params(c, source + "mlp.")
+            layer |= _mlp_params(c.hidden, c.dense_width, source + "mlp.", "w_")
         else:
             layer |= _expert_params(c, family, source, experts)
+            if c.shared_expert_width:
+                shared = f"{source}{family.moe_module}.shared_experts."
+                layer |= _mlp_params(c.hidden, c.shared_expert_width, shared, "shared_")
         params |= {f"layers.{index}.{name}": param for name, param in layer.items()}
     return params
 
@@ -198,11 +224,11 @@ def _attention_params(c: ModelConfig, source: str) -> dict[str, Param]:
     return params
 
 
-def _dense_params(c: ModelConfig, mlp: str) -> dict[str, Param]:
-    up = (c.dense_width, c.hidden)
+def _mlp_params(hidden: int, width: int, source: str, prefix: str) -> dict[str, Param]:
+    up = (width, hidden)
     return {
-        "w_gate_up": _stack(Piece(mlp + "gate_proj.weight", up), Piece(mlp + "up_proj.weight", up)),
-        "w_down": _stack(Piece(mlp + "down_proj.weight", up[::-1])),
+        prefix + "gate_up": _stack(Piece(source + "gate_proj.weight", up), Piece(source + "up_proj.weight", up)),
+        prefix + "down": _stack(Piece(source + "down_proj.weight", up[::-1])),
     }
 
 

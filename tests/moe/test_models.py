@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.slices import make_slices, pad_batch, split_batch
@@ -18,6 +19,7 @@ from moe.config import named_shape, read_config
 from moe.models import Model, count_parameters, load_model
 from moe.models.decoder import declare_params
 from moe.models.registry import family_named
+from moe.reference import moe_reference
 from moe.weights import DummyWeights, load_params
 from tests.dbo.votes import config_on, plan_of
 from tests.moe.checkpoints import (
@@ -219,7 +221,51 @@ def test_random_weights_are_the_same_for_any_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("qwen3-30b-a3b", 30.53), ("qwen3-235b-a22b", 235.09), ("mixtral-8x7b", 46.70)]
+    ("shape", "billions", "within"),
+    [
+        ("qwen3-30b-a3b", 30.53, 0.005),
+        ("qwen3-235b-a22b", 235.09, 0.005),
+        ("mixtral-8x7b", 46.70, 0.005),
+        ("olmoe", 6.92, 0.005),
+        ("gpt-oss-120b", 116.83, 0.05),  # less the experts' biases
+        ("deepseek-v3", 671.03 + 61 * 0.0515, 0.01),  # plus what grouped-query attention has more than latent attention
+    ],
 )
-def test_parameter_counts(shape: str, billions: float) -> None:
-    assert count_parameters(named_shape(shape)) / 1e9 == pytest.approx(billions, abs=0.005)
+def test_parameter_counts(shape: str, billions: float, within: float) -> None:
+    assert count_parameters(named_shape(shape)) / 1e9 == pytest.approx(billions, abs=within)
+
+
+# ------------------------------------------------------------------------------------------------- shared experts
+
+
+def run_shared(ctx: Any, num_tokens: int) -> None:
+    """The layer with experts as the decoder builds it, against the reference and the shared expert beside it."""
+    config = replace(
+        named_shape("deepseek-v3"), vocab_size=64, hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+        num_experts=6, num_topk=2, expert_width=8, shared_expert_width=12, dense_layers=frozenset({0}), dense_width=24,
+        dtype=torch.float32,
+    )  # fmt: skip
+    all2all = make_all2all(
+        "auto", group=ctx.group if ctx.world_size > 1 else None, device=torch.device("cpu"), config=config,
+        max_tokens_per_rank=16,
+    )  # fmt: skip
+    model = load_model(config, all2all=all2all, load_format="dummy", progress=False)
+    params = load_params(
+        DummyWeights(0), declare_params(config, family_named(config.family), range(6)), dtype=torch.float32,
+        device=torch.device("cpu"), progress=False,
+    )  # fmt: skip
+    w = {name.removeprefix("layers.1."): tensor for name, tensor in params.items() if name.startswith("layers.1.")}
+    (moe,) = model.moe_layers
+    x = 40 * torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(ctx.rank))
+    y = moe(x, num_tokens)
+    gate, up = F.linear(x, w["shared_gate_up"]).chunk(2, dim=-1)
+    shared = F.linear(F.silu(gate) * up, w["shared_down"])
+    routed = moe_reference(x, w["router"], w["w_gate_up"], w["w_down"], 2, True)
+    assert shared.abs().max() > 1e-2
+    torch.testing.assert_close(y, routed + shared, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(y, routed, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shared_experts_of_the_decoder(ranks: Any, num_ranks: int) -> None:
+    ranks(num_ranks).run(run_shared, 9, timeout=60)
