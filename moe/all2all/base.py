@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,27 @@ class Dispatched:
     handle: Any
     rows_per_expert: int | None = None
     """About how many rows an expert got, if that is known without asking: a hint for the shape of tiles."""
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent to others, all in all, as far as the host knows it without asking a device."""
+
+    messages: int = 0
+    """To one rank each; one without bytes is none."""
+    num_bytes: int = 0
+
+    def add(self, num_rows: Sequence[int], row_bytes: int) -> None:
+        """Count one exchange: the rows that go to each other rank."""
+        self.messages += sum(rows > 0 for rows in num_rows)
+        self.num_bytes += sum(num_rows) * row_bytes
+
+
+@runtime_checkable
+class CountsTraffic(Protocol):
+    """A transport that knows what it sends; those whose counts stay on the device do not have this."""
+
+    traffic: Traffic
 
 
 class All2All(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing
+from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Traffic, check_routing
 
 
 class LocalAll2All:
@@ -37,6 +37,7 @@ class LocalAll2All:
             raise ConfigError("all2all", self.name, f"one rank, not {group.size()}", "use --all2all torch")
         self.group = group
         self.num_experts = config.num_experts
+        self.traffic = Traffic()  # stays at nothing
         self._comm = Comm(device, own_stream=False, check=check)
 
     def dispatch(

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing, expert_range
+from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Traffic, check_routing, expert_range
 
 Form = Literal["bounded", "dense", "counted"]
 
@@ -129,6 +129,7 @@ class TorchAll2All:
         self.num_experts = config.num_experts
         self._max_tokens_per_rank, self._form, self._on_host = max_tokens_per_rank, form, device.type == "cpu"
         self.capabilities = Capabilities(capturable=form == "dense" and not self._on_host)
+        self.traffic = Traffic()
         self._comm = Comm(device, check=check)
         self._ranks = [self.ep_rank, *(rank for rank in range(self.ep_size) if rank != self.ep_rank)]
         self._slots = torch.arange(self.ep_size, device=device)[:, None, None]
@@ -262,9 +263,11 @@ class TorchAll2All:
     ) -> Callable[[], None]:
         """Start moving rows between ranks, as many as each slot has but slot 0's; gives the wait for their arrival."""
         # As bytes: gloo does not know every dtype.
+        outgoing = outgoing.view(torch.uint8)
+        self.traffic.add(num_out[1:], outgoing.shape[1])
         work = dist.all_to_all_single(
             incoming.view(torch.uint8),
-            outgoing.view(torch.uint8),
+            outgoing,
             self._by_rank(num_in),
             self._by_rank(num_out),
             group=self.group,
