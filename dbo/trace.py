@@ -91,6 +91,11 @@ def overlap_share(spans: Iterable[Span]) -> float:
     return both / total if total > 0 else 0.0
 
 
+def busy(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return how much time is covered by any of the intervals (start, end)."""
+    return sum(end - start for start, end in _union(intervals))
+
+
 def timeline(spans: Sequence[Span], *, width: int = 100) -> str:
     """Draw the two lanes as text, `width` columns of time; a cell is the label's first letter and the ubatch."""
     if not spans:
