@@ -5,87 +5,23 @@ a `Batch` by it; `UBatchRunner` runs the ubatches; inside them a backend makes `
 `Work.result()`. `examples/embed.py` is all of it on one page.
 """
 
-from dbo.agreement import Agreement, BatchPlan, Reason, Vote
-from dbo.config import DBOConfig
-from dbo.context import (
-    UBatchContext,
-    current_ubatch,
-    current_ubatch_id,
-    dbo_enabled,
-    maybe_run_recv_hook,
-    note_layer,
-    register_recv_hook,
-    switch_to_comm,
-    switch_to_comm_sync,
-    switch_to_compute,
-    switch_to_compute_sync,
-    yield_and_switch_from_comm_to_compute,
-    yield_and_switch_from_compute_to_comm,
-    yield_turn,
-)
-from dbo.errors import AgreementError, ConfigError, DBOError, PeerFailed, StepTimeout, UBatchCancelled
-from dbo.policy import make_policy
-from dbo.runner import UBatchRunner
-from dbo.slices import (
-    Batch,
-    UBatchSlice,
-    by_request,
-    by_token,
-    derived,
-    make_slices,
-    pad_batch,
-    ruled,
-    shared,
-    split_batch,
-)
-from dbo.sm_partition import SMPartition
-from dbo.trace import Span, Tracer, chrome_trace, overlap_share, timeline
-from dbo.work import Comm, Work
+from __future__ import annotations
 
-__all__ = [
-    "Agreement",
-    "AgreementError",
-    "Batch",
-    "BatchPlan",
-    "Comm",
-    "ConfigError",
-    "DBOConfig",
-    "DBOError",
-    "PeerFailed",
-    "Reason",
-    "SMPartition",
-    "Span",
-    "StepTimeout",
-    "Tracer",
-    "UBatchCancelled",
-    "UBatchContext",
-    "UBatchRunner",
-    "UBatchSlice",
-    "Vote",
-    "Work",
-    "by_request",
-    "by_token",
-    "chrome_trace",
-    "current_ubatch",
-    "current_ubatch_id",
-    "dbo_enabled",
-    "derived",
-    "make_policy",
-    "make_slices",
-    "maybe_run_recv_hook",
-    "note_layer",
-    "overlap_share",
-    "pad_batch",
-    "register_recv_hook",
-    "ruled",
-    "shared",
-    "split_batch",
-    "switch_to_comm",
-    "switch_to_comm_sync",
-    "switch_to_compute",
-    "switch_to_compute_sync",
-    "timeline",
-    "yield_and_switch_from_comm_to_compute",
-    "yield_and_switch_from_compute_to_comm",
-    "yield_turn",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dbo.public import *  # noqa: F403  # `__all__` says which
+else:
+
+    def __getattr__(name: str) -> object:
+        """Bind all names at the first use of one: `import dbo` alone loads nothing."""
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("dbo.public")
+            globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module("dbo.public").__all__})
