@@ -31,7 +31,7 @@ from torch import Tensor
 from dbo.agreement import Agreement, BatchPlan, PendingPlan, Vote
 from dbo.config import DBOConfig
 from dbo.errors import DBOError, StepTimeout
-from dbo.policy import make_policy
+from dbo.policy import Auto, Correction, Policy, StepCosts, Tuner, make_policy
 from dbo.runner import UBatchRunner
 from dbo.slices import can_cut, make_slices, pad_batch, split_batch
 from dbo.trace import Tracer
@@ -47,6 +47,7 @@ from moe.sms import make_partition
 WARN_S = 10.0  # a step that waits for so long says for whom, and again after twice as long
 
 Phase = Literal["prefill", "decode", "mixed"]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +275,7 @@ class Engine:
     def __init__(self, mesh: Mesh, model: Model, all2all: All2All, kv: KVCache, limits: Limits, clock: StepClock):
         self.mesh, self.model, self.all2all, self.kv = mesh, model, all2all, kv
         self.limits, self.clock = limits, clock
+        self.costs: StepCosts | None = None  # of this model on these ranks: what overlap="auto" decides by
         self.tracer: Tracer | None = None  # changed between runs only; with one, every step records who ran when
         self._inputs = Inputs(limits, mesh.device, clock.check)
         self._runners: dict[tuple[str, int, Tracer | None], UBatchRunner] = {}
@@ -289,6 +291,8 @@ class Engine:
         num_logprobs: int | None = None,
         early_votes: bool = True,
         sampler: Sampler = sample_chunks,
+        policy: Policy | None = None,
+        tuner: Tuner | None = None,
         forward: Forward | None = None,
     ) -> RunResult:
         """Compute this rank's requests (maybe none) together with the other ranks, until all are done.
@@ -297,10 +301,12 @@ class Engine:
         which none of them starts, and have passed `Scheduler.check`. `num_rows`: output rows that this rank posted
         before the run. `early_votes=False` casts every vote after the step before it, for tests. `sampler`: chooses the
         tokens, for experiments that watch logits or force tokens. `forward`: runs instead of `Engine.forward`, for
-        experiments that look into steps. Raises PeerFailed, StepTimeout and what a step raises; after that the groups
+        experiments that look into steps. `policy` and `tuner`: decide instead of what `dbo` names, for measurements.
+        Raises PeerFailed, StepTimeout and what a step raises; after that the groups
         of the mesh need renewal.
         """
-        run = _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler, forward or self.forward)
+        forward = forward or self.forward
+        run = _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler, forward, policy, tuner)
         return run.run(requests, num_rows)
 
     def runner(self, dbo: DBOConfig) -> UBatchRunner:
@@ -363,6 +369,8 @@ class _Run:
         early_votes: bool,
         sampler: Sampler,
         forward: Forward,
+        policy: Policy | None,
+        tuner: Tuner | None,
     ):
         mesh = engine.mesh
         self.engine, self.dbo, self.observer = engine, dbo, observer
@@ -371,12 +379,16 @@ class _Run:
         self._started_s = 0.0
         self._waiting = engine.all2all if isinstance(engine.all2all, WaitsOnHost) else None
         self.scheduler = Scheduler(engine.limits)
+        self.policy = policy or make_policy(dbo, engine.costs)
+        if tuner is None and isinstance(self.policy, Auto):
+            tuner = Correction(self.policy, speaks=mesh.rank == 0)
+        self.tuner = tuner
         self.agreement = Agreement(
             mesh.agreement_group if mesh.world_size > 1 else None,
             dp_rank=mesh.rank,
             dp_size=mesh.world_size,
             config=dbo,
-            policy=make_policy(dbo),
+            policy=self.policy,
             check=engine.clock.check,
             vote_type=EngineVote,
         )
@@ -397,12 +409,15 @@ class _Run:
 
     def _steps(self, result: RunResult, num_rows: int) -> None:
         schedule, pending = self._vote(num_rows)
+        on_host = waited = self.engine.mesh.device.type == "cpu"
         while True:
             self.engine.clock.start()
             began, waited_s = time.perf_counter(), self._host_wait_s()
             plan = pending.result()
             agreed = time.perf_counter()
             self.observer.planned(plan)
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s%s", plan.explain(), self._costs_of(plan))
             result.interrupted = 1 in plan.votes["interrupted"]
             if plan.finished or result.interrupted:
                 return
@@ -417,7 +432,15 @@ class _Run:
             record = _record(schedule, plan, began, agreed, wait_ms)
             result.steps.append(record)
             self.observer.stepped(record, plan)
+            waited, began_idle = on_host or bool(schedule.sampling), waited
+            if self.tuner is not None and waited and began_idle:  # else the device did part of it in another step's time
+                self.tuner.observe(plan, record.wall_ms)
             schedule, pending = following or self._vote(ended)
+
+    def _costs_of(self, plan: BatchPlan) -> str:
+        if not isinstance(self.policy, Auto) or not any(plan.num_tokens_per_rank):
+            return ""
+        return f"; {self.policy.costs.estimate(plan)}"
 
     def _host_wait_s(self) -> float | None:
         return None if self._waiting is None else self._waiting.host_wait_s
@@ -439,6 +462,7 @@ class _Run:
             num_running=schedule.num_running,
             num_waiting=len(self.scheduler.waiting),
             num_kv_blocks=schedule.num_kv_blocks,
+            **(self.tuner.fields(schedule.uniform_decode) if self.tuner else {}),
         )
         return schedule, self.agreement.issue(vote)
 
