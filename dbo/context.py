@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dbo.graphs.active import between_segments, next_segment
 from dbo.trace import Lane, Tracer
 
 
@@ -101,6 +102,7 @@ class UBatchContext:
             self.label = label
             self._pass_turn(self.index)
             self.begin_compute()
+        next_segment()
 
     def check(self) -> None:
         """Raise if this step was cancelled or is past its time limit; for host-side waits."""
@@ -238,9 +240,10 @@ def _switch(*, to_comm: bool, ordered: bool, label: str | None = None) -> None:
     source, target = (compute, comm) if to_comm else (comm, compute)
     event = context._compute_event if to_comm else context._comm_event
     if ordered:
-        event.record(source)
+        between_segments(event.record, source)
     if label is not None:
         context.yield_turn(label)  # after the record, see the invariants above
     torch.cuda.set_stream(target)
+    next_segment()
     if ordered:
-        target.wait_event(event)
+        between_segments(target.wait_event, event)

@@ -36,6 +36,7 @@ from dbo.drivers.base import Body, Driver
 from dbo.drivers.greenlets import GreenletDriver
 from dbo.drivers.threads import ThreadDriver
 from dbo.errors import ConfigError, DBOError, StepTimeout, UBatchCancelled
+from dbo.graphs.active import next_segment
 from dbo.torch_state import TorchState
 from dbo.trace import Tracer
 
@@ -194,6 +195,7 @@ class UBatchRunner:
             self._drive(body, state)
             if step.error is not None:
                 raise step.error
+            next_segment()
             return cast("list[T]", results)
         finally:
             try:
@@ -243,6 +245,7 @@ class UBatchRunner:
 
 def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A) -> T:
     _current.set(context)
+    next_segment()
     context.begin_compute()
     result = fn(item)
     context.run_recv_hook()

@@ -15,6 +15,8 @@ Invariants:
   capture would not like). The other direction: what `launch` allocates belongs to the comm stream; in early order the
   next launch there is ordered after all compute queued so far, so a freed block is safe to use again. In late order it
   is not: allocate what the message writes *before* `start()`.
+- In a capture in segments (`dbo.graphs`) the events are recorded and waited for between segments, and what `launch`
+  queues is a segment on the comm stream.
 - A dropped `Work` (its ubatch was cancelled) is waited for by the compute stream only, never by the host.
 """
 
@@ -31,6 +33,7 @@ import torch.distributed as dist
 
 from dbo.context import current_ubatch, yield_turn
 from dbo.errors import ConfigError
+from dbo.graphs.active import between_segments, next_segment
 
 T = TypeVar("T")
 Finish = Callable[[], T]
@@ -102,11 +105,11 @@ class Comm:
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = self._events.pop() if self._events else torch.cuda.Event()
-        event.record(stream)
+        between_segments(event.record, stream)
         return event
 
     def _order_after(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(event)
+        between_segments(stream.wait_event, event)
         self._events.append(event)  # a wait refers to the record that it found, so the event can be recorded again
 
 
@@ -179,6 +182,7 @@ class Work(Generic[T]):
             self._finish = launch(self._ready)
             self._done = comm._record(comm.stream)
             self._end_span()
+        next_segment()
 
     def _order_compute(self) -> None:
         if self._done is None or self._compute is None:
