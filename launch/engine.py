@@ -433,7 +433,7 @@ class _Run:
             result.steps.append(record)
             self.observer.stepped(record, plan)
             waited, began_idle = on_host or bool(schedule.sampling), waited
-            if self.tuner is not None and waited and began_idle:  # else the device did part of it in another step's time
+            if self.tuner is not None and waited and began_idle:  # else the device did some in another step's time
                 self.tuner.observe(plan, record.wall_ms)
             schedule, pending = following or self._vote(ended)
 
