@@ -122,6 +122,7 @@ class StepCosts:
 
     prefill: ArmCosts
     decode: ArmCosts
+    comm_sms: int | None = None  # with which overlap was measured; None = whatever the settings say
 
     def estimate(self, plan: BatchPlan) -> Estimate:
         """Cost of the step behind a plan, run whole and split. Whole runs unpadded (but under graphs), split pads every

@@ -95,7 +95,10 @@ class EngineOptions(Options):
     all2all: Literal["auto", "local", "torch", "deepep", "deepep_ht", "deepep_ll"] = option(
         "auto", "How tokens reach their experts; auto: local on one rank, deepep if it can, else torch (gloo, NCCL)."
     )
-    overlap: Literal["off", "on"] = option("off", "Run steps as interleaved ubatches where all ranks agree to.")
+    overlap: Literal["off", "on", "auto"] = option(
+        "off", "Run steps as interleaved ubatches where all ranks agree to; auto: where a profile says that it pays."
+    )
+    profile: str | None = option(None, "What --overlap auto decides by: a file made by calibrate.", metavar="FILE")
     num_ubatches: int = option(2, "Ubatches a step is cut into.", check=at_least(2))
     dbo_prefill_token_threshold: int = option(
         512, "Tokens every rank needs before a step with prefill is cut.", check=at_least(0)
@@ -174,6 +177,54 @@ class ABOptions(EngineOptions):
     warmup: int = option(2, "Rounds before those, not counted.", check=at_least(0))
     max_new_tokens: int = option(16, "Tokens to generate for a prompt of a file that does not say.", check=at_least(1))
     overlap: Literal["off", "on"] = "on"  # the arms decide, so it is no option here
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(EngineOptions):
+    """`calibrate`: what steps cost here, whole and overlapped."""
+
+    model: str | None = option(None, "Model directory, as for generate; or give --shape.", metavar="DIR")  # type: ignore[assignment]
+    shape: str | None = option(None, "A named shape with random weights, as for ab.", metavar="NAME")
+    num_layers: int | None = option(None, "Layers to run of a model with random weights.", check=at_least(1))
+    out: str = option(help="The profile, for --overlap auto --profile and for plan.", metavar="PROFILE.json")
+    prefill_tokens: str = option(
+        "auto", "Tokens a rank of the prefill steps to measure: 64,256,1024; auto: powers of 2 that fit."
+    )
+    decode_tokens: str = option("auto", "The same for decode steps: requests of a rank.")
+    prompt_tokens: int = option(512, "Longest prompt in a prefill step.", check=at_least(1))
+    context: int = option(64, "Tokens before each request's decode steps.", check=at_least(1))
+    comm_sms: str = option(
+        "auto", "SMs for communication to try in overlap, where the transport has a choice; auto: 8,16,24."
+    )
+    budget: float = option(100.0, "Seconds that measuring may take.", check=at_least(1), metavar="SECONDS")
+    max_rounds: int = option(15, "Measurements of each step, at most.", check=at_least(3))
+    overlap: Literal["off", "on", "auto"] = "on"  # both arms are measured, so it is no option here
+    profile: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """`plan`: step times for clusters that are not here."""
+
+    profile: str | None = option(None, "What calibrate measured.", metavar="FILE")
+    shape: str | None = option(
+        None, "Instead of a profile: a model whose costs are derived from --hardware's figures, not measured.",
+        metavar="NAME",
+    )
+    hardware: Literal["h200"] = option("h200", "What --shape runs on.")
+    derive: str | None = option(None, "Write the derived profile to this file.", metavar="FILE")
+    ep: str = option("2,8,16,64,256", "Ranks to predict for: each 2 to 1024.")
+    phase: Literal["prefill", "decode", "both"] = option("both", "Which steps.")
+    tokens: str | None = option(None, "Tokens a rank, such as 32,64,128,256; default: those of the profile.")
+    link: str = option("400gb", "Between nodes: measured, nvlink4, nvlink5, 200gb, 400gb, 800gb, or GB/s,us as 45,10.")
+    node_link: str = option("nvlink4", "Inside a node, the same.")
+    gpus_per_node: int = option(8, "Ranks inside a node.", check=at_least(1))
+    redundant_experts: int = option(0, "Copies of experts beside the model's own.", check=at_least(0))
+    imbalance: float = option(
+        1.0, "Load of the busiest rank over the mean, beyond what chance makes of it.", check=at_least(1)
+    )
+    report: str | None = option(None, "Write an HTML page with a plot.", metavar="FILE.html")
+    json: bool = option(False, "Print one JSON object on standard output instead of a table.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -380,6 +380,8 @@ class _Run:
         self._waiting = engine.all2all if isinstance(engine.all2all, WaitsOnHost) else None
         self.scheduler = Scheduler(engine.limits)
         self.policy = policy or make_policy(dbo, engine.costs)
+        if isinstance(self.policy, Auto) and self.policy.costs.comm_sms is not None:
+            self.dbo = replace(dbo, comm_sms=self.policy.costs.comm_sms)
         if tuner is None and isinstance(self.policy, Auto):
             tuner = Correction(self.policy, speaks=mesh.rank == 0)
         self.tuner = tuner

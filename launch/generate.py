@@ -21,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dbo.agreement import BatchPlan
+from launch.auto import check_profile_option, use_profile
 from launch.cli import FAILED, INTERRUPTED
 from launch.config import GenerateOptions
 from launch.engine import Engine, RunResult, StepRecord
@@ -49,6 +50,7 @@ def run(options: GenerateOptions) -> int:
     with Mesh.start(device=options.device) as mesh, contextlib.ExitStack() as closing:
         set_up_logging(options.log_level, mesh.rank)
         mesh.peers.compare_options(shared_options(options))
+        together(mesh, "profile option", lambda: check_profile_option(options))
         resolved = together(mesh, "config", lambda: resolve(options, read_config(options.model)))
         codec = together(mesh, "tokenizer", lambda: TextCodec.read(Path(options.model)))
         job = read_job(options, mesh)
@@ -59,6 +61,7 @@ def run(options: GenerateOptions) -> int:
             closing.callback(sink.close)
         engine = load_engine(options, fitted, mesh, model=Path(options.model))
         closing.callback(engine.close)
+        use_profile(options, engine, resolved.dbo)
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)

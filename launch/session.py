@@ -183,7 +183,7 @@ def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[s
         f"KV cache of up to {limits.num_blocks} blocks of {limits.block_size} tokens, here {engine.limits.num_blocks}; "
         f"at most {limits.max_num_seqs} requests and {limits.max_num_tokens} tokens a step, {room} tokens a request",
         *([f"requested -> effective: {', '.join(changed)}"] if changed else []),
-        _overlap_line(resolved.dbo, mesh.world_size),
+        _overlap_line(resolved.dbo, mesh.world_size, by_profile=engine.costs is not None),
     ]
 
 
@@ -197,13 +197,16 @@ def _ranks_line(mesh: Mesh) -> str:
     return f"{ranks}, {device}"
 
 
-def _overlap_line(dbo: DBOConfig, world_size: int) -> str:
+def _overlap_line(dbo: DBOConfig, world_size: int, *, by_profile: bool = False) -> str:
     if dbo.overlap == "off":
         return "overlap off: every step runs whole (--overlap on to change that)"
     if world_size == 1 and not dbo.allow_single_rank:
-        return "overlap on, but cannot engage: one rank alone has nothing to hide (--allow-single-rank for study)"
+        why = "one rank alone has nothing to hide (--allow-single-rank for study)"
+        return f"overlap {dbo.overlap}, but cannot engage: {why}"
+    if dbo.overlap == "auto" and by_profile:
+        return f"overlap auto: {dbo.num_ubatches} ubatches ({dbo.driver}) where the profile says that it pays"
     return (
-        f"overlap on: {dbo.num_ubatches} ubatches ({dbo.driver}) where every rank has "
+        f"overlap {dbo.overlap}: {dbo.num_ubatches} ubatches ({dbo.driver}) where every rank has "
         f"{dbo.prefill_token_threshold} tokens of prefill or {dbo.decode_token_threshold} of decode"
     )
 
