@@ -27,7 +27,10 @@ class Graph(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Captures the work of one device. A stream is whatever `current_stream` gives; None where there are none."""
+    """Captures the work of one device; takes no graphs but its own.
+
+    A stream is whatever `current_stream` gives; None where there are none.
+    """
 
     def new_pool(self) -> Any:
         """Memory that graphs share. They must be replayed in one order at a time, never concurrently."""
@@ -35,10 +38,10 @@ class GraphBackend(Protocol):
     def begin(self, pool: Any, mode: ErrorMode) -> Graph:
         """From now on work on the current stream, and on streams that wait for it, is captured, not run."""
 
-    def end(self, graph: Graph) -> bool:
+    def end(self, graph: Any) -> bool:
         """The opposite, on the same stream. False if nothing was captured: such a graph is given up already."""
 
-    def abort(self, graph: Graph, pool: Any) -> None:
+    def abort(self, graph: Any, pool: Any) -> None:
         """Give up a capture that failed, whatever state it is in. Raises nothing."""
 
     def capture_stream(self) -> Any:

@@ -13,6 +13,7 @@ before the last segment closes, so that the pool reuses their memory; a replay n
 
 from __future__ import annotations
 
+import inspect
 import time
 import traceback
 import weakref
@@ -20,7 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from dbo.errors import DBOError
 from dbo.graphs.backend import ErrorMode, GraphBackend
@@ -165,7 +169,7 @@ class CUDAGraphWrapper(Generic[T]):
             with self._graphs.stream(), self._graphs.capture(breaks=breaks) as capture:
                 output = map_tensors(self._fn(*args, **kwargs), backend.weak_ref)
         except Exception as error:
-            explained = _explained(step, error)
+            explained = _explained(step, error, backend)
             backend.collect()
             raise explained from error
         num_bytes, seconds = max(0, backend.reserved_bytes() - before), time.perf_counter() - started
@@ -192,11 +196,11 @@ def _check_addresses(entry: _Entry, step: StepContext, args: Any, kwargs: Any) -
             )
 
 
-def _explained(step: StepContext, error: Exception) -> CaptureError:
+def _explained(step: StepContext, error: Exception, backend: GraphBackend) -> CaptureError:
     """Name operation and place, then let go of the frames, and so of the tensors of the capture."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [at for at in frames if "/torch/" not in at.filename and "/dbo/graphs/" not in at.filename]
-    at = (ours or frames)[-1]
+    machinery = (str(Path(torch.__file__).parent), str(Path(__file__).parent), inspect.getfile(type(backend)))
+    at = [*frames[:1], *(frame for frame in frames if not frame.filename.startswith(machinery))][-1]
     notes = "; ".join(["", *dict.fromkeys(getattr(error, "__notes__", ()))])
     message = (
         f"{step.mode.name} graph of {step.descriptor}: capture failed at {at.filename}:{at.lineno} in {at.name}: "
