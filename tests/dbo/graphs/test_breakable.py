@@ -95,7 +95,8 @@ def test_a_break_inside_an_eager_part_is_a_plain_call(emulator: Emulator) -> Non
 
 
 def test_host_side_effects_under_a_break_happen_again(emulator: Emulator) -> None:
-    above, under = [], []
+    above: list[int] = []
+    under: list[int] = []
 
     def noting(log: list[int]) -> Callable[[Any], Any]:
         def decorate(fn: Any) -> Any:

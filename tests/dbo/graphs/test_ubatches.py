@@ -304,7 +304,7 @@ def overlapped(lanes: Lanes, comm: Comm, num_layers: int) -> Callable[[int], Ten
 def test_segments_keep_the_order_of_both_lanes(lanes: Lanes, runner: UBatchRunner, num: int, order: str) -> None:
     comm = Comm(torch.device("cuda"), order=order)  # type: ignore[arg-type]
     step = UBatchStep(overlapped(lanes, comm, 3), runner)
-    wrapped = CUDAGraphWrapper(step, GraphPool(lanes))  # type: ignore[arg-type]
+    wrapped = CUDAGraphWrapper(step, GraphPool(lanes))
     shape = BatchDescriptor(num_tokens=num, num_ubatches=num)
 
     def logged(run: Callable[[Sequence[int]], Tensor]) -> list[tuple[str, ...]]:

@@ -98,9 +98,13 @@ def test_a_capture_outside_a_session_names_the_shape(emulator: Emulator) -> None
         pytest.raises(CaptureError, match="FULL graph of 96 decode tokens in 3 ubatches: not captured"),
     ):
         wrapped(torch.ones(96))
-    with step_context(Mode.FULL, shape), set_cudagraph_capturing_enabled(), set_cudagraph_capturing_enabled(False):
-        with pytest.raises(CaptureError, match="no capture session"):
-            wrapped(torch.ones(96))
+    with (
+        step_context(Mode.FULL, shape),
+        set_cudagraph_capturing_enabled(),
+        set_cudagraph_capturing_enabled(False),
+        pytest.raises(CaptureError, match="no capture session"),
+    ):
+        wrapped(torch.ones(96))
 
 
 def test_memory_is_given_back_once_for_each_shape_before_its_capture(emulator: Emulator) -> None:
