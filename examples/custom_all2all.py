@@ -7,41 +7,34 @@ Wasteful on the wire and simple to read. Try it, and see that it does what a bac
     torchrun --nproc-per-node 2 -m launch generate --all2all examples.custom_all2all:GatherAll2All ...
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 
-from dbo.work import Comm
-from moe.all2all.base import Capabilities, Dispatched, check_routing, expert_range
+from moe.all2all.base import Dispatched, Transport, check_routing
 
 
-class GatherAll2All:
+class GatherAll2All(Transport):
     name = "gather"
-    capabilities = Capabilities()
-
-    def __init__(self, *, group, device, config, max_tokens_per_rank, check=None):
-        self.group, self.ep_rank, self.ep_size = group, group.rank(), group.size()
-        self.num_experts, self.cap = config.num_experts, max_tokens_per_rank
-        self.comm = Comm(device, check=check)
 
     def dispatch(self, x, topk_idx, topk_weights, num_tokens_per_rank=None):
         check_routing(x, topk_idx, topk_weights)
-        mine = [self._padded(x), self._padded(topk_idx), self._padded(topk_weights)]
+        tensors = x, topk_idx, topk_weights
+        parts = [tensor.view(torch.uint8) for tensor in tensors]  # gloo does not know every dtype
+        rows = torch.cat(parts, dim=1)[: self.max_tokens_per_rank]
+        mine = rows.new_full((self.max_tokens_per_rank, rows.shape[1]), 255)  # as an id that is -1, no expert
+        mine[: len(rows)] = rows
 
         def launch(_):
-            everyone = [t.new_empty(self.ep_size * self.cap, t.shape[1]) for t in mine]
-            works = [self._gather(a, t) for a, t in zip(everyone, mine, strict=True)]
+            everyone = mine.new_empty(self.ep_size, *mine.shape)
+            work = dist.all_gather(list(everyone), mine, group=self.group, async_op=True)
 
             def finish():
-                for work in works:
-                    self.comm.wait_host(work)
-                experts = expert_range(self.num_experts, self.ep_size, self.ep_rank)
-                ids = everyone[1] - experts.start
-                ids[(ids < 0) | (ids >= len(experts))] = -1
-                return Dispatched(
-                    x=everyone[0], topk_idx=ids, topk_weights=everyone[2], num_tokens_per_expert=None, handle=len(x)
-                )
+                self.comm.wait_host(work)
+                columns = everyone.flatten(0, 1).split([part.shape[1] for part in parts], dim=1)
+                there, ids, weights = (c.contiguous().view(t.dtype) for c, t in zip(columns, tensors, strict=True))
+                ids -= self.experts.start
+                ids[(ids < 0) | (ids >= len(self.experts))] = -1
+                return Dispatched(x=there, topk_idx=ids, topk_weights=weights, handle=len(x))
 
             return finish
 
@@ -50,31 +43,18 @@ class GatherAll2All:
     def combine(self, y, sent):
         def launch(_):
             back = torch.empty_like(y)
-            work = dist.all_to_all_single(_bytes(back), _bytes(y), group=self.group, async_op=True)
+            work = dist.all_to_all_single(back.view(torch.uint8), y.view(torch.uint8), group=self.group, async_op=True)
 
             def finish():
                 self.comm.wait_host(work)
                 out = y.new_zeros(sent.handle, y.shape[1], dtype=torch.float32)
-                for rows in back.split(self.cap):  # ascending ranks
-                    out[: self.cap] += rows[: len(out)]
+                for rows in back.split(self.max_tokens_per_rank):  # ascending ranks
+                    out[: len(rows)] += rows[: len(out)]
                 return out.to(y.dtype)
 
             return finish
 
         return self.comm.start(launch, label="combine")
-
-    def close(self):
-        pass
-
-    def _padded(self, rows):
-        return torch.cat([rows[: self.cap], rows.new_full((max(0, self.cap - len(rows)), rows.shape[1]), -1)])
-
-    def _gather(self, everyone, mine):
-        return dist.all_gather(list(_bytes(everyone).split(self.cap)), _bytes(mine), group=self.group, async_op=True)
-
-
-def _bytes(rows):
-    return rows.view(torch.uint8)  # gloo does not know every dtype
 
 
 def main() -> None:

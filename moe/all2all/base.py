@@ -1,8 +1,8 @@
 """What the MoE layer asks of a transport, and nothing about any transport.
 
 Its own file because three parties meet here: the layer (calls `dispatch` and `combine`), the expert path (reads
-`Dispatched`) and the backends. A backend is one class that satisfies `All2All`; `pytest tests/moe/all2all
---backend module:Class` shows whether it does.
+`Dispatched`) and the backends. A backend is one class that satisfies `All2All`, made with a `Setup`; it may start from
+`Transport`, which has what does not differ. `pytest tests/moe/all2all --backend module:Class` shows whether it does.
 
 Invariants every backend keeps:
 
@@ -17,16 +17,17 @@ Invariants every backend keeps:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbo.errors import ConfigError
-from dbo.work import Work
+from dbo.work import Comm, Work
 
 
 class ExpertShape(Protocol):
@@ -81,9 +82,10 @@ class Dispatched:
     x: Tensor
     topk_idx: Tensor | None
     topk_weights: Tensor | None
-    num_tokens_per_expert: Sequence[int] | Tensor | None
+    num_tokens_per_expert: Sequence[int] | Tensor | None = None
     """[num_local_experts] received tokens of each expert: host list, device tensor, or None = count the ids."""
     handle: Any
+    """What the backend's combine needs; nobody else looks at it."""
     rows_per_expert: int | None = None
     """About how many rows an expert got, if that is known without asking: a hint for the shape of tiles."""
 
@@ -146,6 +148,52 @@ class All2All(Protocol):
 
     def close(self) -> None:
         """Give back what the backend holds; the group is the caller's."""
+
+
+class Setup(TypedDict):
+    """What every backend is made with, by keyword: `registry.make_all2all` passes exactly this."""
+
+    group: dist.ProcessGroup | None
+    """The ranks; None for one rank alone."""
+    device: torch.device
+    config: ExpertShape
+    max_tokens_per_rank: int
+    """Rows of the largest batch of any rank, the same on all."""
+    check: NotRequired[Callable[[], None] | None]
+    """Called while the host waits; raises to abandon the wait."""
+
+
+class Transport:
+    """What a backend may start from: its place among the ranks, its experts, a lane for its messages.
+
+    A backend adds `name`, `dispatch` and `combine`, and `capabilities` and `close` where these do not fit.
+    """
+
+    name: str
+    capabilities = Capabilities()
+
+    def __init__(self, **setup: Unpack[Setup]) -> None:
+        group, config = setup["group"], setup["config"]
+        self.group, self.device, self.check = group, setup["device"], setup.get("check")
+        self.ep_rank, self.ep_size = (0, 1) if group is None else (group.rank(), group.size())
+        self.num_experts, self.hidden = config.num_experts, config.hidden
+        self.max_tokens_per_rank = setup["max_tokens_per_rank"]
+
+    @property
+    def experts(self) -> range:
+        """The experts of this rank, by their global ids."""
+        return expert_range(self.num_experts, self.ep_size, self.ep_rank)
+
+    @cached_property
+    def comm(self) -> Comm:
+        """The lane, with a stream of its own on CUDA; a backend that needs another kind puts it here.
+
+        Made when it is first asked for, so that a device that will not do is refused in words before.
+        """
+        return Comm(self.device, order=self.capabilities.order, check=self.check)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def expert_range(num_experts: int, ep_size: int, ep_rank: int) -> range:

@@ -18,16 +18,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing
+from moe.all2all.base import Capabilities, Dispatched, Setup, Transport, check_routing
 
 MAX_SMS = 64  # buffers are laid out for so many; more has not been seen to help
 _UNIT_BYTES = 512
@@ -43,36 +42,23 @@ class _Sent:
     num_tokens: int
 
 
-class DeepEPHighThroughput:
+class DeepEPHighThroughput(Transport):
     """bf16 both ways, or 8-bit blocks on the way there (`fp8`); rows layout."""
 
     name = "deepep_ht"
 
     def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        config: ExpertShape,
-        max_tokens_per_rank: int,
-        check: Callable[[], None] | None = None,
-        num_sms: int = 20,
-        fp8: bool = False,
-        no_sync: bool | None = None,
-    ):
+        self, *, num_sms: int = 20, fp8: bool = False, no_sync: bool | None = None, **setup: Unpack[Setup]
+    ) -> None:
         """Collective over `group` (any backend). `no_sync`: None = inside a node. Raises ConfigError for what DeepEP
         cannot do.
         """
-        if group is None or device.type != "cuda":
-            raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
-        self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
-        check_even_experts(self.name, config.num_experts, self.ep_size)
-        if config.dtype != torch.bfloat16:
-            raise ConfigError("all2all", self.name, f"bfloat16 tokens, not {config.dtype}", "use --dtype bfloat16")
+        check_setup(self.name, setup)
+        super().__init__(**setup)
         deep_ep = import_deep_ep()
-        self._fp8, self._max_tokens, self._hidden = fp8, max_tokens_per_rank, config.hidden
+        self._fp8 = fp8
         unit = _UNIT_BYTES if fp8 else _UNIT_BYTES // 2
-        self._wire_hidden = -(-config.hidden // unit) * unit
+        self._wire_hidden = -(-self.hidden // unit) * unit
         self._no_sync = self.ep_size <= _RANKS_PER_NODE if no_sync is None else no_sync
         self.capabilities = Capabilities(
             order="early" if self._no_sync else "late",
@@ -83,15 +69,14 @@ class DeepEPHighThroughput:
         sizes = self._configs_of(MAX_SMS)
         row_bytes = self._wire_hidden * 2
         self._buffer = deep_ep.Buffer(
-            group,
+            self.group,
             max(c.get_nvl_buffer_size_hint(row_bytes, self.ep_size) for c in sizes),
             max(c.get_rdma_buffer_size_hint(row_bytes, self.ep_size) for c in sizes),
             explicitly_destroy=True,
         )
-        if self._no_sync:
-            self._comm = Comm(device, check=check)
-        else:
-            self._comm = Comm(device, order="late", own_stream=False, make_ready=deep_ep.Buffer.capture, check=check)
+        if not self._no_sync:
+            ready = deep_ep.Buffer.capture
+            self.comm = Comm(self.device, order="late", own_stream=False, make_ready=ready, check=self.check)
 
     def set_num_sms(self, num_sms: int | None) -> int | None:
         """A `dbo.sm_partition.Setter` for the dispatches to come: even, at most MAX_SMS; gives what was in force."""
@@ -112,11 +97,11 @@ class DeepEPHighThroughput:
         check_routing(x, topk_idx, topk_weights)
         num_tokens = x.shape[0]
         if not num_tokens:
-            x, topk_idx = x.new_zeros(1, self._hidden), topk_idx.new_full((1, topk_idx.shape[1]), -1)
+            x, topk_idx = x.new_zeros(1, self.hidden), topk_idx.new_full((1, topk_idx.shape[1]), -1)
             topk_weights = topk_weights.new_zeros(topk_idx.shape)
         padded = widened(x, self._wire_hidden)
         wire = _quantise(padded) if self._fp8 else padded
-        bound = self._max_tokens * self.ep_size if num_tokens_per_rank is None else sum(num_tokens_per_rank)
+        bound = self.max_tokens_per_rank * self.ep_size if num_tokens_per_rank is None else sum(num_tokens_per_rank)
         dispatch_config, combine_config = self._configs_of(self._num_sms)
         topk_idx = topk_idx.contiguous()
         per_rank, per_expert, is_token_in_rank = _layout(topk_idx, self.num_experts, self.ep_size)
@@ -143,7 +128,7 @@ class DeepEPHighThroughput:
                 self._wait(arrived)
                 rows = _dequantise(*received) if self._fp8 else received
                 return Dispatched(
-                    x=rows[:, : self._hidden],
+                    x=rows[:, : self.hidden],
                     topk_idx=local_idx,
                     topk_weights=weights,
                     num_tokens_per_expert=counts or None,
@@ -153,7 +138,7 @@ class DeepEPHighThroughput:
 
             return finish
 
-        return self._comm.start(launch, label="dispatch")
+        return self.comm.start(launch, label="dispatch")
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`."""
@@ -170,12 +155,12 @@ class DeepEPHighThroughput:
 
             def finish() -> Tensor:
                 self._wait(arrived)
-                result: Tensor = combined[: back.num_tokens, : self._hidden]
+                result: Tensor = combined[: back.num_tokens, : self.hidden]
                 return result
 
             return finish
 
-        return self._comm.start(launch, label="combine")
+        return self.comm.start(launch, label="combine")
 
     def close(self) -> None:
         """Collective: gives back DeepEP's buffers. Calling it again does nothing."""
@@ -234,15 +219,19 @@ def import_deep_ep() -> Any:
     return deep_ep
 
 
-def check_even_experts(name: str, num_experts: int, ep_size: int) -> None:
-    """DeepEP finds an expert's rank by division. Raises ConfigError where that would be wrong."""
-    if num_experts % ep_size:
-        raise ConfigError(
-            "num_experts",
-            num_experts,
-            f"a multiple of {ep_size} ranks for {name}",
-            "use --all2all torch, or other ranks",
-        )
+def check_setup(name: str, setup: Setup) -> None:
+    """Refuse what none of DeepEP's kernels can do. Raises ConfigError.
+
+    It finds an expert's rank by division, so all ranks must have as many.
+    """
+    group, config = setup["group"], setup["config"]
+    if group is None or setup["device"].type != "cuda":
+        raise ConfigError("all2all", name, "two or more ranks with a GPU each", "use --all2all torch")
+    if config.num_experts % group.size():
+        allowed = f"a multiple of {group.size()} ranks for {name}"
+        raise ConfigError("num_experts", config.num_experts, allowed, "use --all2all torch, or other ranks")
+    if config.dtype != torch.bfloat16:
+        raise ConfigError("all2all", name, f"bfloat16 tokens, not {config.dtype}", "use --dtype bfloat16")
 
 
 def widened(x: Tensor, hidden: int) -> Tensor:

@@ -18,16 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, check_routing
-from moe.all2all.deepep_ht import check_even_experts, import_deep_ep, widened
+from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Setup, Transport, check_routing
+from moe.all2all.deepep_ht import check_setup, import_deep_ep, widened
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
@@ -43,43 +41,33 @@ class _Sent:
     topk_weights: Tensor
 
 
-class DeepEPLowLatency:
+class DeepEPLowLatency(Transport):
     """bf16 both ways, or 8-bit blocks on the way there (`fp8`); padded layout."""
 
     name = "deepep_ll"
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        config: ExpertShape,
-        max_tokens_per_rank: int,
-        check: Callable[[], None] | None = None,
-        fp8: bool = False,
-    ):
+    def __init__(self, *, fp8: bool = False, **setup: Unpack[Setup]) -> None:
         """Collective over `group` (any backend). Raises ConfigError for what DeepEP cannot do."""
-        if group is None or device.type != "cuda":
-            raise ConfigError("all2all", self.name, "two or more ranks with a GPU each", "use --all2all torch")
-        self.ep_rank, self.ep_size, self.num_experts = group.rank(), group.size(), config.num_experts
+        check_setup(self.name, setup)
+        super().__init__(**setup)
         self.capabilities = Capabilities(
             max_in_flight=2, order="early", layout="padded", capturable=True, relative_error=0.1 if fp8 else 0.02
         )
-        self._fp8, self._hidden = fp8, config.hidden
-        self._max_tokens = -(-max_tokens_per_rank // 4) * 4  # DeepEP's unit of rows
-        self._wire_hidden = self._check(config)
+        self._fp8 = fp8
+        self._max_tokens = -(-self.max_tokens_per_rank // 4) * 4  # DeepEP's unit of rows
+        self._wire_hidden = self._check(setup["config"])
         deep_ep = import_deep_ep()
         depth = max(2 * (self._max_tokens + 1), int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")))
         os.environ["NVSHMEM_QP_DEPTH"] = str(depth)  # read by DeepEP as it starts NVSHMEM
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
         self._buffer = deep_ep.Buffer(
-            group,
+            self.group,
             num_rdma_bytes=hint(self._max_tokens, self._wire_hidden, self.ep_size, self.num_experts),
             low_latency_mode=True,
             num_qps_per_rank=self.num_experts // self.ep_size,
             explicitly_destroy=True,
         )
-        self._comm = Comm(device, own_stream=False, check=check)
+        self.comm = Comm(self.device, own_stream=False, check=self.check)
         self._receive: Callable[[], None] | None = None  # of the operation sent last, until it is queued
 
     def dispatch(
@@ -107,7 +95,7 @@ class DeepEPLowLatency:
                 receive()
                 rows = _dequantise(received[0], received[1], counts) if self._fp8 else received
                 return Dispatched(
-                    x=rows[..., : self._hidden],
+                    x=rows[..., : self.hidden],
                     topk_idx=None,
                     topk_weights=None,
                     num_tokens_per_expert=counts,
@@ -117,7 +105,7 @@ class DeepEPLowLatency:
 
             return finish
 
-        return self._comm.start(launch, label="dispatch")
+        return self.comm.start(launch, label="dispatch")
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`."""
@@ -133,12 +121,12 @@ class DeepEPLowLatency:
 
             def finish() -> Tensor:
                 receive()
-                result: Tensor = combined[:, : self._hidden]
+                result: Tensor = combined[:, : self.hidden]
                 return result
 
             return finish
 
-        return self._comm.start(launch, label="combine")
+        return self.comm.start(launch, label="combine")
 
     def close(self) -> None:
         """Collective: gives back DeepEP's buffers. Calling it again does nothing."""
@@ -163,10 +151,7 @@ class DeepEPLowLatency:
 
     def _check(self, config: ExpertShape) -> int:
         """Refuse what the kernels refuse, and give the width on the wire: the next one they accept."""
-        check_even_experts(self.name, config.num_experts, self.ep_size)
         remedy = "use --all2all deepep_ht"
-        if config.dtype != torch.bfloat16:
-            raise ConfigError("all2all", self.name, f"bfloat16 tokens, not {config.dtype}", "use --dtype bfloat16")
         if config.num_topk > MAX_TOPK:
             raise ConfigError("num_topk", config.num_topk, f"at most {MAX_TOPK} for {self.name}", remedy)
         if config.hidden > HIDDEN_SIZES[-1]:

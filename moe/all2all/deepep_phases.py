@@ -6,46 +6,29 @@ share, so they choose alike; what was sent one way comes back the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dbo.work import Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape
+from moe.all2all.base import Capabilities, Dispatched, Setup, Transport
 from moe.all2all.deepep_ht import DeepEPHighThroughput
 from moe.all2all.deepep_ll import DeepEPLowLatency
 
 SMALL = 256  # tokens of a rank, at most, that go over the low-latency kernels
 
 
-class DeepEPByPhase:
+class DeepEPByPhase(Transport):
     """Both of DeepEP's transports behind one; see them for what they refuse."""
 
     name = "deepep"
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        config: ExpertShape,
-        max_tokens_per_rank: int,
-        check: Callable[[], None] | None = None,
-    ):
-        self._small = min(SMALL, max_tokens_per_rank)
-        self._low_latency = DeepEPLowLatency(
-            group=group, device=device, config=config, max_tokens_per_rank=self._small, check=check
-        )
-        self._normal = DeepEPHighThroughput(
-            group=group, device=device, config=config, max_tokens_per_rank=max_tokens_per_rank, check=check
-        )
-        self.ep_rank, self.ep_size, self.num_experts = (
-            self._normal.ep_rank,
-            self._normal.ep_size,
-            self._normal.num_experts,
-        )
+    def __init__(self, **setup: Unpack[Setup]) -> None:
+        super().__init__(**setup)
+        self._small = min(SMALL, self.max_tokens_per_rank)
+        small: Setup = {**setup, "max_tokens_per_rank": self._small}
+        self._low_latency, self._normal = DeepEPLowLatency(**small), DeepEPHighThroughput(**setup)
         self.capabilities = Capabilities(
             max_in_flight=self._low_latency.capabilities.max_in_flight,
             order=self._normal.capabilities.order,

@@ -5,40 +5,29 @@ Its own file because a model on one rank must run without a process group, throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Traffic, check_routing
+from moe.all2all.base import Capabilities, Dispatched, Setup, Traffic, Transport, check_routing
 
 
-class LocalAll2All:
+class LocalAll2All(Transport):
     """All experts are here: what is dispatched is what is received. Any device; never blocks the host."""
 
     name = "local"
     capabilities = Capabilities(capturable=True)
-    ep_rank, ep_size = 0, 1
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        config: ExpertShape,
-        max_tokens_per_rank: int,
-        check: Callable[[], None] | None = None,
-    ):
+    def __init__(self, **setup: Unpack[Setup]) -> None:
         """`group` is None or has one rank, else ConfigError."""
-        if group is not None and group.size() > 1:
-            raise ConfigError("all2all", self.name, f"one rank, not {group.size()}", "use --all2all torch")
-        self.group = group
-        self.num_experts = config.num_experts
+        super().__init__(**setup)
+        if self.ep_size > 1:
+            raise ConfigError("all2all", self.name, f"one rank, not {self.ep_size}", "use --all2all torch")
         self.traffic = Traffic()  # stays at nothing
-        self._comm = Comm(device, own_stream=False, check=check)
+        self.comm = Comm(self.device, own_stream=False, check=self.check)
 
     def dispatch(
         self,
@@ -49,14 +38,9 @@ class LocalAll2All:
     ) -> Work[Dispatched]:
         """See `All2All.dispatch`. Padded rows stay in place as filler."""
         check_routing(x, topk_idx, topk_weights)
-        received = Dispatched(
-            x=x, topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_expert=None, handle=None
-        )
-        return self._comm.start(lambda _: lambda: received, label="dispatch")
+        received = Dispatched(x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=None)
+        return self.comm.start(lambda _: lambda: received, label="dispatch")
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`."""
-        return self._comm.start(lambda _: lambda: y, label="combine")
-
-    def close(self) -> None:
-        """Nothing is held."""
+        return self.comm.start(lambda _: lambda: y, label="combine")

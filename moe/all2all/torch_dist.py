@@ -26,15 +26,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbo.errors import ConfigError
-from dbo.work import Comm, Work
-from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Traffic, check_routing, expert_range
+from dbo.work import Work
+from moe.all2all.base import Capabilities, Dispatched, Setup, Traffic, Transport, check_routing, expert_range
 
 Form = Literal["bounded", "dense", "counted"]
 
@@ -103,7 +103,7 @@ class _Way:
     """The tokens sent to each slot, ascending; None = the first `sent[slot]` of the batch, chosen there or not."""
 
 
-class TorchAll2All:
+class TorchAll2All(Transport):
     """Tokens between the ranks of a gloo group (CPU) or an NCCL group (CUDA), any number of operations in flight.
 
     `group` may be replaced between steps, by an equal group on all ranks.
@@ -111,26 +111,15 @@ class TorchAll2All:
 
     name = "torch"
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        config: ExpertShape,
-        max_tokens_per_rank: int,
-        check: Callable[[], None] | None = None,
-        form: Form | None = None,
-    ):
+    def __init__(self, *, form: Form | None = None, **setup: Unpack[Setup]) -> None:
         """`form`: see the module; None chooses. Only gloo can do "bounded", and "dense" without counts is "counted"."""
-        if group is None:
+        super().__init__(**setup)
+        if self.group is None:
             raise ConfigError("all2all", self.name, "a process group", "use --all2all local for one rank")
-        self.group = group
-        self.ep_rank, self.ep_size = group.rank(), group.size()
-        self.num_experts = config.num_experts
-        self._max_tokens_per_rank, self._form, self._on_host = max_tokens_per_rank, form, device.type == "cpu"
+        device = self.device
+        self._form, self._on_host = form, device.type == "cpu"
         self.capabilities = Capabilities(capturable=form == "dense" and not self._on_host)
         self.traffic = Traffic()
-        self._comm = Comm(device, check=check)
         self._ranks = [self.ep_rank, *(rank for rank in range(self.ep_size) if rank != self.ep_rank)]
         self._slots = torch.arange(self.ep_size, device=device)[:, None, None]
         # By global expert id, with one more entry for what -1 finds: the slot it lives in, and its id if it lives here.
@@ -146,7 +135,7 @@ class TorchAll2All:
     @property
     def host_wait_s(self) -> float | None:
         """How long the host has stood still for messages since the start; None on CUDA, where the device waits."""
-        return self._comm.waited_s if self._on_host else None
+        return self.comm.waited_s if self._on_host else None
 
     def dispatch(
         self,
@@ -162,11 +151,11 @@ class TorchAll2All:
         form = self._form or self._choose_form(routed, num_tokens_per_rank)
         if form == "dense" and num_tokens_per_rank is not None:
             real = [num_tokens_per_rank[rank] for rank in self._ranks]
-            return self._comm.start(lambda _: self._dense(routed, real), label="dispatch")
+            return self.comm.start(lambda _: self._dense(routed, real), label="dispatch")
         if form == "bounded":
-            bounds = num_tokens_per_rank or (self._max_tokens_per_rank,) * self.ep_size
-            return self._comm.start(lambda _: self._bounded(routed, bounds), label="dispatch")
-        return self._comm.start(lambda _: self._counted(routed), label="dispatch")
+            bounds = num_tokens_per_rank or (self.max_tokens_per_rank,) * self.ep_size
+            return self.comm.start(lambda _: self._bounded(routed, bounds), label="dispatch")
+        return self.comm.start(lambda _: self._counted(routed), label="dispatch")
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
         """See `All2All.combine`. Launched at once; never blocks the host on CUDA."""
@@ -183,10 +172,7 @@ class TorchAll2All:
 
             return finish
 
-        return self._comm.start(launch, label="combine")
-
-    def close(self) -> None:
-        """Nothing is held."""
+        return self.comm.start(launch, label="combine")
 
     def _choose_form(self, routed: _Routed, num_tokens_per_rank: Sequence[int] | None) -> Form:
         """Dense if the rows that nobody at their destination chose are cheaper than asking for counts."""
@@ -274,7 +260,7 @@ class TorchAll2All:
             async_op=True,
         )
         if self._on_host:
-            return lambda: self._comm.wait_host(work)
+            return lambda: self.comm.wait_host(work)
         work.wait()  # the comm stream waits, the host does not
         return lambda: None
 
@@ -288,7 +274,6 @@ class TorchAll2All:
             x=rows.x,
             topk_idx=self._local_of[rows.ids],
             topk_weights=rows.weights,
-            num_tokens_per_expert=None,
             handle=way,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -13,6 +14,18 @@ def test_the_example_runs() -> None:
     done = launch_ranks(2, ["examples/custom_all2all.py"])
     assert done.returncode == 0, done.stderr
     assert "every token came back, on 2 ranks" in done.stdout
+
+
+def test_the_example_is_a_backend_in_40_lines() -> None:
+    """All of the file counts but its docstring, the program that tries it, and blank lines."""
+    source = (REPOSITORY / "examples/custom_all2all.py").read_text()
+    docstring, *body = ast.parse(source).body
+    assert isinstance(docstring, ast.Expr)
+    program = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert docstring.end_lineno is not None
+    backend = source.splitlines()[docstring.end_lineno : program.lineno - 1]
+    assert len([line for line in backend if line.strip()]) <= 40
+    assert max(map(len, backend)) <= 120
 
 
 def test_the_suite_takes_a_backend_by_name() -> None:

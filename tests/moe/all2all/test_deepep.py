@@ -106,8 +106,8 @@ class Buffer:
 
 def test_each_operation_is_received_once_and_before_the_next_is_sent():
     all2all = object.__new__(DeepEPLowLatency)
-    all2all._buffer, all2all._comm, all2all._receive = Buffer(), Comm(CPU, own_stream=False), None
-    all2all._fp8, all2all._max_tokens, all2all._hidden, all2all._wire_hidden = False, 64, 8, 8
+    all2all._buffer, all2all.comm, all2all._receive = Buffer(), Comm(CPU, own_stream=False), None
+    all2all._fp8, all2all._max_tokens, all2all.hidden, all2all._wire_hidden = False, 64, 8, 8
     all2all.ep_size, all2all.num_experts = 2, 8
     routing = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
     first, second = (all2all.dispatch(torch.ones(4, 8), *routing) for _ in range(2))
