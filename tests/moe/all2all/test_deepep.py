@@ -86,6 +86,70 @@ def test_small_batches_go_by_low_latency_on_all_ranks_alike():
     assert way(3, None) == "normal"
 
 
+class Package:
+    """Stands for the package `deep_ep`: says with what its buffers are made."""
+
+    def __init__(self):
+        self.made = made = []
+
+        class Buffer:
+            num_sms = 20
+            capture = staticmethod(lambda: "captured")
+            set_num_sms = staticmethod(lambda num_sms: None)
+            get_low_latency_rdma_size_hint = staticmethod(lambda *sizes: sizes)
+
+            def __init__(self, group, *sizes, **options):
+                made.append((group, sizes, options))
+
+            @staticmethod
+            def get_dispatch_config(ep_size):
+                return SimpleNamespace(
+                    get_nvl_buffer_size_hint=lambda row_bytes, ep_size: row_bytes * ep_size,
+                    get_rdma_buffer_size_hint=lambda row_bytes, ep_size: 0,
+                )
+
+            get_combine_config = get_dispatch_config
+
+        self.Buffer = Buffer
+
+
+def test_both_kernels_are_made_for_the_same_ranks_and_each_for_its_batches(monkeypatch):
+    package = Package()
+    for module in ("deepep_ht", "deepep_ll"):
+        monkeypatch.setattr(f"moe.all2all.{module}.import_deep_ep", lambda: package)
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "0")
+    ranks, checks = group(4), []
+    phases = DeepEPByPhase(
+        group=ranks,
+        device=CUDA,
+        config=shape(hidden=2500),
+        max_tokens_per_rank=2000,
+        check=lambda: checks.append("asked"),
+    )
+    (small_group, _, small), (large_group, large_sizes, _) = package.made
+    assert small_group is large_group is phases.group is ranks
+    assert small["num_rdma_bytes"] == (SMALL, 2560, 4, 8)
+    assert small["num_qps_per_rank"] == 2
+    assert large_sizes == (2560 * 2 * 4, 0)
+    assert (phases.ep_size, phases.num_experts, phases.experts) == (4, 8, range(2))
+    assert (phases.capabilities.max_in_flight, phases.capabilities.order) == (2, "early")
+    assert phases.set_num_sms(24) == 20
+    phases._low_latency.comm._check()
+    assert checks == ["asked"]
+
+
+@pytest.mark.parametrize(("size", "no_sync", "order"), [(2, None, "early"), (2, False, "late"), (16, None, "late")])
+def test_normal_kernels_launch_late_where_they_block_the_host(monkeypatch, size, no_sync, order):
+    package = Package()
+    package.Config = lambda *settings: package.Buffer.get_dispatch_config(2)
+    monkeypatch.setattr("moe.all2all.deepep_ht.import_deep_ep", lambda: package)
+    config = shape(num_experts=16)
+    made = DeepEPHighThroughput(group=group(size), device=CUDA, config=config, max_tokens_per_rank=64, no_sync=no_sync)
+    assert (made.capabilities.order, made.capabilities.capturable) == (order, order == "early")
+    if order == "late":
+        assert (made.comm.order, made.comm.stream, made.comm._make_ready()) == ("late", None, "captured")
+
+
 class Buffer:
     """Stands for DeepEP's low-latency buffer: says in which order things happen."""
 
