@@ -158,19 +158,43 @@ class ABOptions(EngineOptions):
 
     model: str | None = option(None, "Model directory, as for generate; or give --shape.", metavar="DIR")  # type: ignore[assignment]
     shape: str | None = option(
-        None, "A published model's shape with random weights: tiny, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, ..."
+        None,
+        "A published model's shape with random weights: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mixtral-8x7b, "
+        "olmoe, gpt-oss-120b; or one for study: tiny, link.",
     )
-    num_layers: int | None = option(None, "Layers to run of a model with random weights.", check=at_least(1))
+    routing: str = option(
+        "model",
+        "Which experts tokens go to: the router's choice (model), all alike (uniform), some more often than others "
+        "(zipf:1.2), or the same for all (one-expert).",
+        check=Check(
+            "model, uniform, one-expert, or zipf:A with A from 0 to 9",
+            lambda value: bool(re.fullmatch(r"model|uniform|one-expert|zipf:\d(\.\d+)?", value)),
+        ),
+    )
+    num_layers: int | None = option(
+        None, "Layers with experts to run of a model with random weights.", check=at_least(1)
+    )
     workload: str = option(
         help="Prompt file (as for generate), Azure or Mooncake trace, or "
-        "synthetic:requests=16,prompt_tokens=64-256,new_tokens=lognormal:16:0.8.",
+        "synthetic:requests=16,prompt_tokens=64-256,new_tokens=lognormal:16:0.8; slashes between values "
+        "(prompt_tokens=64/256/1024) compare the arms for each.",
         metavar="FILE|synthetic:...",
+    )
+    rate: str | None = option(
+        None,
+        "How requests arrive: so many a second (2.5), or at a multiple of the trace's own pace (2x); the default is as "
+        "fast as they are taken.",
+        check=Check(
+            "requests a second, such as 2.5, or a multiple of the trace's pace, such as 2x",
+            lambda value: bool(re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?x?", value)),
+        ),
+        metavar="N|Nx",
     )
     max_requests: int | None = option(
         None, "Take this many requests of the workload, the first ones.", check=at_least(1)
     )
     report: str = option(help="Directory for report.html, ab.json and trace.json.", metavar="DIR")
-    arms: str = option("whole,split,overlap", "Arms to compare, of whole, split and overlap.")
+    arms: str = option("whole,split,overlap", "Arms to compare, of whole, split, overlap and auto.")
     rounds: int = option(
         20, "Measured rounds; every arm runs once in each. A speed-up is stated from 5 on.", check=at_least(1)
     )
@@ -208,7 +232,8 @@ class PlanOptions(Options):
 
     profile: str | None = option(None, "What calibrate measured.", metavar="FILE")
     shape: str | None = option(
-        None, "Instead of a profile: a model whose costs are derived from --hardware's figures, not measured.",
+        None,
+        "Instead of a profile: a model whose costs are derived from --hardware's figures, not measured.",
         metavar="NAME",
     )
     hardware: Literal["h200"] = option("h200", "What --shape runs on.")

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dbo.trace import LANES, Span
+from launch.ceiling import Form, StepBreakdown
 from launch.statistics import MIN_ROUNDS, Interval
 from launch.timeline import StepTimeline
 
 if TYPE_CHECKING:
+    from launch.crossover import Point, Sweep
     from launch.report import ABReport
 
 _RANKS_SHOWN = 4  # timelines of more ranks are in trace.json
@@ -27,10 +29,10 @@ _LEFT = 150  # room for labels
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d1d9e0; --page: #fff; --panel: #f6f8fa;
-  --whole: #6e7781; --split: #bf6a02; --overlap: #0969da;
+  --whole: #6e7781; --split: #bf6a02; --overlap: #0969da; --auto: #8250df;
   --u0: #0969da; --u1: #d4720b; --u2: #1a7f37; --u3: #8250df; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --page: #0d1117;
-  --panel: #151b23; --whole: #9198a1; --split: #e3893a; --overlap: #58a6ff;
+  --panel: #151b23; --whole: #9198a1; --split: #e3893a; --overlap: #58a6ff; --auto: #bc8cff;
   --u0: #58a6ff; --u1: #f0883e; --u2: #3fb950; --u3: #bc8cff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
@@ -42,7 +44,8 @@ p, li, dd { max-width: 46rem; }
 .soft, figcaption, caption { color: var(--soft); font-size: .9rem; text-align: left; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-caption { caption-side: bottom; padding-top: .4rem; position: sticky; left: 0; max-width: calc(100vw - 2rem); }
+caption { caption-side: bottom; padding-top: .4rem; position: sticky; left: 0;
+  max-width: min(46rem, calc(100vw - 2rem)); }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 figure { margin: .75rem 0; }
@@ -52,8 +55,8 @@ svg text.soft { fill: var(--soft); font-size: 12px; }
 .chart svg { min-width: 32rem; max-width: 48rem; }
 .axis { stroke: var(--line); } .one { stroke: var(--soft); stroke-dasharray: 4 3; }
 .whole { fill: var(--whole); stroke: var(--whole); } .split { fill: var(--split); stroke: var(--split); }
-.overlap { fill: var(--overlap); stroke: var(--overlap); }
-.bar { stroke: none; } .interval { stroke-width: 3; }
+.overlap { fill: var(--overlap); stroke: var(--overlap); } .auto { fill: var(--auto); stroke: var(--auto); }
+.bar { stroke: none; } .interval { stroke-width: 3; } .curve { fill: none; stroke-width: 1.5; }
 .lanes { display: grid; grid-template-columns: 4.5rem 1fr; gap: 0 .5rem; align-items: start; font-size: .8rem; }
 .lanes .names span { display: block; height: 26px; line-height: 22px; }
 .lanes .scroll { background: var(--panel); border: 1px solid var(--line); }
@@ -89,24 +92,47 @@ def tag(name: str, /, *children: str, **attributes: object) -> Markup:
     """An element. Children that are no Markup are escaped; `class_` is `class`, `aria_label` is `aria-label`."""
     pairs = "".join(f' {key.strip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
     inner = "".join(child if isinstance(child, Markup) else escape(child) for child in children)
-    if name in ("meta", "input", "line", "rect", "circle") and not children:
+    if name in ("meta", "input", "line", "rect", "circle", "polyline") and not children:
         return Markup(f"<{name}{pairs}/>")
     return Markup(f"<{name}{pairs}>{inner}</{name}>")
 
 
 def page(report: ABReport) -> str:
     """The whole file."""
-    verdict = report.verdict().removeprefix("total: ")
-    headline = verdict[:1].upper() + verdict[1:] + "."
+    verdict = report.headline
+    return _document(verdict, [*_summary(report, _sentence(verdict)), *_figures(report), *_details(report)])
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """The whole file of a comparison at several sizes."""
+    verdicts = sweep.verdicts() or ["nothing ran"]
+    body = [
+        tag("h1", _sentence(verdicts[0])),
+        tag("p", "Tokens a rank and step, the median of a phase.", class_="soft"),
+    ]
+    body.append(tag("ul", *(tag("li", sentence) for sentence in [*verdicts, *sweep.reports[0].notes])))
+    for phase in sweep.phases:
+        body += [tag("h2", f"{phase.capitalize()} steps"), crossing(phase, sweep.curves(phase))]
+        body.append(_table(sweep.rows(phase), f"Speed over whole in {phase} steps, with its 95% interval."))
+    gates = [f"{report.workload}: equality gate {report.gate.describe()}" for report in sweep.reports]
+    body += [tag("h2", "Each size"), tag("ol", *(tag("li", gate) for gate in gates))]
+    body.append(tag("p", "Their own reports lie in the directories 1, 2, ... beside this file.", class_="soft"))
+    return _document(verdicts[0], [*body, *_details(sweep.reports[0])])
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:] + "."
+
+
+def _document(title: str, content: Sequence[Markup]) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"A/B: {verdict}"),
+        tag("title", f"A/B: {title}"),
         tag("style", Markup(_STYLE)),
     )
-    body = tag("main", *_summary(report, headline), *_figures(report), *_details(report))
-    html = tag("html", head, tag("body", body, tag("script", Markup(_SCRIPT))), lang="en")
+    html = tag("html", head, tag("body", tag("main", *content), tag("script", Markup(_SCRIPT))), lang="en")
     return f"<!DOCTYPE html>\n{html}\n"
 
 
@@ -114,15 +140,33 @@ def _summary(report: ABReport, headline: str) -> Iterable[Markup]:
     yield tag("h1", headline)
     yield tag("p", report.workload, class_="soft")
     sentences = [*report.phase_verdicts(), f"Equality gate {report.gate.describe()}.", *report.overlaps()]
-    yield tag("ul", *(tag("li", sentence) for sentence in [*sentences, *report.stability()]))
+    sentences += [*report.reason_lines(), *report.stability(), *report.notes]
+    yield tag("ul", *(tag("li", sentence) for sentence in sentences))
     yield tag("h2", "Arms")
     yield _table(report.rows(), f"Median [smallest .. largest] over {report.num_rounds} rounds.")
     yield tag("h3", "Single steps and requests")
     yield _table(
         report.latency_rows(),
-        "p50 / p90 / p99 over all rounds. TTFT counts from the start of a round; ITL is a request's mean. "
+        "p50 / p90 / p99 over all rounds. TTFT counts from a request's arrival; ITL is a request's mean. "
         "Waiting: the host standing still for messages, of all step time.",
     )
+    yield from _breakdown(report)
+
+
+def _breakdown(report: ABReport) -> Iterable[Markup]:
+    rows, sentences = report.breakdown_rows(), report.breakdown_notes()
+    if rows or sentences:
+        yield tag("h2", "What messages cost, and the ceiling")
+    if rows:
+        yield _table(
+            rows,
+            "One step again and again, medians of the slowest rank. Compute alone: on recorded tokens, nothing sent; "
+            "messages alone: nothing computed. Communication: the part of a whole step that messages add. Ceiling: "
+            "whole over the longer of the two alone; efficiency: what overlap gained of that. In brackets: of ubatches "
+            "one after another, and with their compute in place of whole compute.",
+        )
+        yield pieces(report.breakdowns)
+    yield from (tag("p", _sentence(sentence), class_="soft") for sentence in sentences)
 
 
 def _figures(report: ABReport) -> Iterable[Markup]:
@@ -221,6 +265,93 @@ def intervals(ratios: Mapping[tuple[str, str, str], Interval]) -> Markup:
     )
     words = "Dot: median over rounds; bar: 95% interval. Right of the dashed line the first-named arm is faster."
     return _chart(_svg("Speed of arms over each other", f"{told}.", y + 36, *marks), words)
+
+
+def pieces(steps: Sequence[StepBreakdown]) -> Markup:
+    """How long a step took in each form, as bars: what overlap reached lies between whole and the longer one alone."""
+    longest = max(max(step.ms(form) or 0.0 for form in step.times) for step in steps)
+    marks, y, told = [], 0.0, []
+    for step in steps:
+        y += 20
+        marks.append(_text(0, y, f"{step.phase}, {step.num_tokens} tokens"))
+        for form, words in _FORMS.items():
+            if (ms := step.ms(form)) is not None:
+                width = ms / longest * (_WIDTH - _LEFT - 80)
+                place = {"x": _LEFT, "y": f"{y + 6:.1f}", "width": f"{max(width, 0.5):.1f}", "height": 13}
+                marks += [
+                    _text(_LEFT - 8, y + 17, words, "end", "soft"),
+                    tag("rect", **place, class_=f"bar {form if form in ('split', 'overlap') else 'whole'}"),
+                    _text(_LEFT + width + 6, y + 17, f"{ms:.1f} ms"),
+                ]
+                told.append(f"{step.phase}, {words}: {ms:.1f} ms")
+                y += 18
+        y += 6
+    return _chart(_svg("One step taken apart", "; ".join(told) + ".", y + 6, *marks), "Medians of the slowest rank.")
+
+
+_FORMS: Mapping[Form, str] = {
+    "whole": "whole",
+    "split": "split",
+    "overlap": "overlap",
+    "compute": "compute alone",
+    "messages": "messages alone",
+}
+
+
+def crossing(phase: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
+    """Speed of arms over whole against the tokens of a rank in a step, both axes logarithmic."""
+    drawn = [(arm, point.tokens, point.speed) for arm, points in curves.items() for point in points if point.speed]
+    if not drawn:
+        return tag("p", "Nothing can be compared: the gate failed, no step split, or there were too few rounds.")
+    bounds = [bound for _, _, speed in drawn for bound in (speed.low, speed.high, 1.0)]
+    low, high = math.log(min(bounds)) - 0.03, math.log(max(bounds)) + 0.03
+    sizes = sorted({tokens for _, tokens, _ in drawn})
+    left, right, top, bottom = 60.0, _WIDTH - 20.0, 12.0, 232.0
+    span = math.log(sizes[-1] / sizes[0]) or 1.0
+
+    def at(tokens: float, ratio: float) -> tuple[float, float]:
+        x = left + 12 + math.log(tokens / sizes[0]) / span * (right - left - 24)
+        return x, bottom - (math.log(ratio) - low) / (high - low) * (bottom - top)
+
+    marks = [_line(left, bottom, right, bottom, "axis"), _line(left, top, left, bottom, "axis")]
+    marks += [_text(at(tokens, 1)[0], bottom + 16, f"{tokens:.0f}", "middle", "soft") for tokens in sizes]
+    for ratio in _ticks(math.exp(low), math.exp(high)):
+        y = at(sizes[0], ratio)[1]
+        marks += [_text(left - 6, y + 4, f"{ratio:g}x", "end", "soft"), _line(left, y, right, y, "axis")]
+    one = at(sizes[0], 1.0)[1]
+    marks += [_line(left, one, right, one, "one"), _text((left + right) / 2, bottom + 32, "tokens a rank", "middle")]
+    for number, (arm, points) in enumerate(curves.items()):
+        shift = 4.0 * (number - (len(curves) - 1) / 2)  # intervals beside each other
+        places = [(at(point.tokens, point.speed.value), point.speed, point.tokens) for point in points if point.speed]
+        path = " ".join(f"{x + shift:.1f},{y:.1f}" for (x, y), _, _ in places)
+        marks.append(tag("polyline", points=path, class_=f"curve {arm}", style="fill: none"))
+        for (x, y), speed, tokens in places:
+            marks += [
+                _line(x + shift, at(tokens, speed.low)[1], x + shift, at(tokens, speed.high)[1], f"interval {arm}"),
+                tag("circle", cx=f"{x + shift:.1f}", cy=f"{y:.1f}", r=4, class_=arm),
+            ]
+        marks.append(tag("circle", cx=left + 20 + 110 * number, cy=bottom + 50, r=4, class_=arm))
+        marks.append(_text(left + 30 + 110 * number, bottom + 54, f"{arm} / whole"))
+    told = "; ".join(
+        f"{arm} at {tokens:.0f} tokens: {speed.value:.2f}, from {speed.low:.2f} to {speed.high:.2f}"
+        for arm, tokens, speed in drawn
+    )
+    figure = _svg(f"Speed over whole in {phase} steps", f"{told}.", bottom + 66, *marks)
+    return _chart(figure, "Dot: median; bar: 95% interval. Above the dashed line the arm is faster than whole.")
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """A few round ratios within bounds, none of them 1 alone."""
+    for step in (0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01):
+        found = [round(k * step, 2) for k in range(1, int(high / step) + 1) if low <= k * step]
+        if len(found) >= 3:
+            return found[:: max(1, len(found) // 6)] if 1.0 not in found else _around_one(found)
+    return [1.0]
+
+
+def _around_one(found: Sequence[float]) -> list[float]:
+    every = max(1, len(found) // 6)
+    return list(found[found.index(1.0) % every :: every])
 
 
 def distribution(phase: str, samples: Mapping[str, Sequence[float]]) -> Markup:

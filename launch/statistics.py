@@ -119,7 +119,7 @@ def _require_rounds(count: int) -> None:
 
 def _tail(n: int, k: int) -> float:
     """Probability of at most k heads in n tosses."""
-    return sum(math.comb(n, heads) for heads in range(k + 1)) / 2.0**n
+    return math.fsum(math.comb(n, heads) / 2**n for heads in range(k + 1))
 
 
 def _student(free: int) -> float:
@@ -132,4 +132,4 @@ def _student(free: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sum(term / free**power for power, term in enumerate(terms))
+    return math.fsum(term / free**power for power, term in enumerate(terms))

@@ -78,7 +78,8 @@ def trace_prompts(
 ) -> tuple[list[Prompt], int]:
     """A prompt for every row, and how many had to be shortened so that prompt + answer are at most `longest` tokens.
 
-    The ids of the prompts are the rows' line numbers. The same for the same arguments.
+    `rows` are in order of arrival; times count from the first. The ids of the prompts are the rows' line numbers. The
+    same for the same arguments.
     """
     prompts = []
     num_shortened = 0
@@ -92,6 +93,7 @@ def trace_prompts(
                 kind="token_ids",
                 content=_tokens(row, length, vocab_size, seed),
                 params=SamplingParams(max_new_tokens=new_tokens, ignore_eos=True),
+                arrival_s=row.arrival_s - rows[0].arrival_s,
             )
         )
     return prompts, num_shortened

@@ -6,12 +6,13 @@ rank. A malformed line never stops the others: it is a `BadLine` with its number
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo.errors import ConfigError
@@ -30,6 +31,7 @@ class Prompt:
     kind: str  # prompt | messages | token_ids
     content: Any
     params: SamplingParams
+    arrival_s: float = 0.0  # after the first one
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,25 @@ def fit_lengths(prompt_tokens: int, new_tokens: int, longest: int) -> tuple[int,
     return min(prompt_tokens, longest - new_tokens), new_tokens
 
 
+def pace(prompts: Sequence[Prompt], rate: str, seed: int) -> list[Prompt]:
+    """The same prompts with times of arrival for a `--rate`: `2.5` requests a second, or `2x` their own pace.
+
+    Prompts with arrival times keep their rhythm, stretched; others arrive at random (Poisson). The same for the same
+    arguments. Raises ConfigError for a multiple of a pace that the prompts do not have.
+    """
+    last_s, speed = prompts[-1].arrival_s, float(rate.removesuffix("x"))
+    if rate.endswith("x") and last_s <= 0:
+        raise ConfigError("--rate", rate, "requests a second, such as 2.5", "only a trace has a pace of its own")
+    if last_s <= 0:
+        rng = random.Random(seed)
+        arrivals = itertools.accumulate((rng.expovariate(speed) for _ in prompts[1:]), initial=0.0)
+        return [replace(prompt, arrival_s=arrival) for prompt, arrival in zip(prompts, arrivals, strict=True)]
+    factor = 1 / speed if rate.endswith("x") else (len(prompts) - 1) / last_s / speed
+    return [replace(prompt, arrival_s=prompt.arrival_s * factor) for prompt in prompts]
+
+
 Draw = Callable[[random.Random], int]
+MAX_ALTERNATIVES = 32
 _SYNTHETIC = {"requests": "16", "prompt_tokens": "128", "new_tokens": "16"}
 _VALUES = "N, N-M or lognormal:MEDIAN:SIGMA"
 
@@ -176,6 +196,21 @@ def synthetic_prompts(spec: str, vocab_size: int, seed: int, longest: int | None
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         prompts.append(Prompt(id=str(index), index=index, kind="token_ids", content=token_ids, params=params))
     return prompts
+
+
+def alternatives(workload: str) -> list[str]:
+    """The workloads that `synthetic:prompt_tokens=64/256/1024` stands for, every combination of what slashes separate;
+    any other one stands for itself. Raises ConfigError for more than `MAX_ALTERNATIVES`."""
+    if not workload.startswith("synthetic:"):
+        return [workload]
+    parts = []
+    for part in workload.removeprefix("synthetic:").split(","):
+        name, equals, values = part.partition("=")
+        parts.append([f"{name}{equals}{value}" for value in values.split("/")])
+    found = [f"synthetic:{','.join(chosen)}" for chosen in itertools.product(*parts)]
+    if len(found) > MAX_ALTERNATIVES:
+        raise ConfigError("--workload", workload, f"at most {MAX_ALTERNATIVES} combinations, not {len(found)}", "")
+    return found
 
 
 def _draws(spec: str) -> dict[str, Draw]:

@@ -36,6 +36,12 @@ def test_rows_come_in_order_of_arrival_whatever_their_clock():
     assert [(row.line, row.arrival_s) for row in rows] == [(2, 0.005)]
 
 
+def test_prompts_arrive_as_they_did_counted_from_the_first():
+    rows, _ = read_trace(AZURE, "f.csv", "azure")
+    prompts, _ = trace_prompts(rows, vocab_size=10, longest=1000)
+    assert [prompt.arrival_s for prompt in prompts] == [0.0, pytest.approx(4.314579)]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

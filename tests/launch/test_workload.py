@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from dbo.errors import ConfigError
 from launch.sampling import SamplingParams, request_seed
-from launch.workload import read_prompts, synthetic_prompts
+from launch.workload import alternatives, pace, read_prompts, synthetic_prompts
 
+GAPS = (0.0, 1.0, 1.0, 4.0)
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=3)
 
 
@@ -98,3 +101,38 @@ def test_synthetic_values_that_make_no_sense_are_refused(part, words):
     with pytest.raises(ConfigError, match="--workload") as caught:
         synthetic_prompts(f"synthetic:{part}", 100, seed=0)
     assert words in str(caught.value)
+
+
+def arrivals(prompts):
+    return [prompt.arrival_s for prompt in prompts]
+
+
+def test_a_pace_keeps_the_rhythm_of_a_trace():
+    prompts = [
+        replace(p, arrival_s=gap) for p, gap in zip(synthetic_prompts("synthetic:requests=4", 9, 0), GAPS, strict=True)
+    ]
+    assert arrivals(pace(prompts, "2x", 0)) == [0.0, 0.5, 0.5, 2.0]
+    assert arrivals(pace(prompts, "1.5", 0)) == [0.0, 0.5, 0.5, 2.0]  # 3 gaps in 2 s
+
+
+def test_requests_without_times_arrive_at_random():
+    prompts = synthetic_prompts("synthetic:requests=2000", 9, 0)
+    paced = arrivals(pace(prompts, "4", 7))
+    assert paced == sorted(paced) == arrivals(pace(prompts, "4", 7)) != arrivals(pace(prompts, "4", 8))
+    assert paced[0] == 0.0
+    assert paced[-1] == pytest.approx(2000 / 4, rel=0.1)
+    assert sum(b - a < 0.05 for a, b in itertools.pairwise(paced)) / 2000 == pytest.approx(1 - math.exp(-0.2), abs=0.03)
+    with pytest.raises(ConfigError, match="only a trace has a pace"):
+        pace(prompts, "2x", 0)
+
+
+def test_slashes_stand_for_several_workloads():
+    assert alternatives("traces/a.csv") == ["traces/a.csv"]
+    assert alternatives("synthetic:") == ["synthetic:"]
+    assert alternatives("synthetic:requests=4/8,prompt_tokens=9,new_tokens=1-2/lognormal:3:1") == [
+        f"synthetic:requests={requests},prompt_tokens=9,new_tokens={new}"
+        for requests in (4, 8)
+        for new in ("1-2", "lognormal:3:1")
+    ]
+    with pytest.raises(ConfigError, match="at most 32 combinations, not 36"):
+        alternatives("synthetic:requests=1/2/3/4/5/6,prompt_tokens=1/2/3/4/5/6")

@@ -26,6 +26,11 @@ def count_on_the_wire(ctx: Any, sizes: tuple[int, ...], told: bool) -> None:
     others = [rank for rank in range(case.ep_size) if rank != ctx.rank]
     assert len(dispatched) == sum(len(rows_reference(routing[ctx.rank], case.experts(rank))) for rank in others)
     assert len(combined) == sum(len(rows_reference(routing[rank], case.experts(ctx.rank))) for rank in others)
+    assert all2all.traffic.num_bytes == dispatched.numel() + combined.numel()
+    assert all2all.traffic.messages == sum(
+        len(rows_reference(routing[source], case.experts(holder))) > 0
+        for source, holder in [(ctx.rank, rank) for rank in others] + [(rank, ctx.rank) for rank in others]
+    )
     row_bytes = case.hidden * case.dtype.itemsize
     assert combined.shape[1] == row_bytes
     assert dispatched.shape[1] - row_bytes < 8 * case.num_topk + 4 + 32
