@@ -11,7 +11,7 @@ A file of its own because it is arithmetic on numbers that all ranks share. Inva
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from dbo.agreement import BatchPlan
@@ -27,6 +27,9 @@ _DECODE, _MIXED, _PIECES = (
     (CUDAGraphMode.FULL, False),
     (CUDAGraphMode.PIECEWISE, False),
 )
+_LEVEL = {_PIECES: 1, _DECODE: 2, _MIXED: 3}
+"""What a rank votes: 0 = no graph, 1 = segments, 2 = one graph if all ranks have uniform decodes, 3 = one graph."""
+ANY = max(_LEVEL.values())
 
 
 def default_capture_sizes(largest: int) -> list[int]:
@@ -45,6 +48,8 @@ class GraphDispatcher:
 
     sizes: tokens of a step, before rounding up for ubatches. num_ubatches: beside 1. multiple: what a step of U
     ubatches is rounded to, U times this. max_num_requests: of a rank; a uniform decode never has more tokens.
+    tokens_per_request: fewest, on average, in a mixed step that runs from one graph, whose attention is laid out for
+    the most requests.
     variants: all that steps will come with. The same on every rank. Raises `ConfigError`.
     """
 
@@ -56,6 +61,7 @@ class GraphDispatcher:
         num_ubatches: Sequence[int] = (),
         multiple: int = 1,
         max_num_requests: int,
+        tokens_per_request: int = 1,
         variants: Sequence[Variants] = ((),),
     ) -> None:
         sizes = sorted(set(sizes))
@@ -63,6 +69,7 @@ class GraphDispatcher:
             raise ConfigError("cudagraph_capture_sizes", sizes, "one or more numbers of tokens, each 1 or more")
         self.mode = mode
         self._multiple, self._max_num_requests = multiple, max_num_requests
+        self._tokens_per_request = tokens_per_request
         self._keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {m: set() for m in CUDAGraphMode if m.is_runtime}
         for size in sizes:
             for num in {1, *num_ubatches}:
@@ -79,38 +86,54 @@ class GraphDispatcher:
         uniform_decode: bool,
         num_ubatches: int = 1,
         variants: Variants = (),
-        limit: CUDAGraphMode = CUDAGraphMode.FULL,
+        limit: int = ANY,
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        """The runtime mode and shape of a step of `num_tokens` tokens, in a mode of `limit` at most.
+        """The runtime mode and shape of a step of `num_tokens` tokens, where all ranks vote `limit` or more.
 
         The best routine that has a graph large enough: of uniform decode, of whole mixed steps, of segments. Without
         one NONE, and the step's own shape, not padded.
         """
-        for runtime, decode in (_DECODE, _MIXED, _PIECES):
-            if runtime.level <= limit.level and (uniform_decode or not decode):
-                sizes = self._sizes.get((runtime, decode, num_ubatches, variants), [])
+        for routine in (_DECODE, _MIXED, _PIECES):
+            runtime, decode = routine
+            if _LEVEL[routine] <= limit and (uniform_decode or not decode):
+                sizes = self._sizes.get((*routine, num_ubatches, variants), [])
                 at = bisect_left(sizes, num_tokens)
                 if at < len(sizes):
-                    return runtime, self._key((runtime, decode), sizes[at], num_ubatches, variants)
+                    return runtime, self._key(routine, sizes[at], num_ubatches, variants)
         own = BatchDescriptor(
             num_tokens=num_tokens, uniform_decode=uniform_decode, num_ubatches=num_ubatches, variants=variants
         )
         return CUDAGraphMode.NONE, own
 
-    def vote(self, num_tokens: int, *, uniform_decode: bool, variants: Variants = ()) -> tuple[int, int]:
-        """`graph_mode` and `num_tokens_padded` of this rank's vote; a rank without work stands in nobody's way."""
+    def vote(
+        self,
+        num_tokens: int,
+        *,
+        uniform_decode: bool,
+        variants: Variants = (),
+        fits: Callable[[BatchDescriptor], bool] = lambda key: True,
+    ) -> tuple[int, int]:
+        """`graph_mode` and `num_tokens_padded` of this rank's vote; a rank without work stands in nobody's way.
+
+        fits: whether a graph of a whole mixed step can hold what this rank has, its requests and their lengths; it
+        must not fit a shape and fail to fit a larger one.
+        """
         if num_tokens == 0:
-            return CUDAGraphMode.FULL.level, 0
-        mode, descriptor = self.dispatch(num_tokens, uniform_decode=uniform_decode, variants=variants)
-        return mode.level, descriptor.num_tokens if mode.level else 0
+            return ANY, 0
+        mixed = self.dispatch(num_tokens, uniform_decode=False, variants=variants)
+        limit = ANY if mixed[0] is CUDAGraphMode.FULL and fits(mixed[1]) else _LEVEL[_DECODE]
+        mode, descriptor = self.dispatch(num_tokens, uniform_decode=uniform_decode, variants=variants, limit=limit)
+        if mode is not CUDAGraphMode.FULL:
+            return mode.level, descriptor.num_tokens if mode.level else 0
+        return limit, descriptor.num_tokens
 
     def settle(self, plan: BatchPlan, variants: Variants = ()) -> tuple[BatchPlan, CUDAGraphMode, BatchDescriptor]:
         """Dispatch again with what the ranks agreed on: the plan, padded to the graph, or to nothing without one.
 
         A graph that would leave a rank's last ubatch empty is not used; such a step runs eagerly, as it was planned.
         """
-        limit, num_tokens = CUDAGraphMode.of_level(plan.graph_mode), plan.num_tokens_padded
-        if not num_tokens or limit is CUDAGraphMode.NONE:
+        num_tokens = plan.num_tokens_padded
+        if not num_tokens or plan.graph_mode == 0:
             mode, descriptor = CUDAGraphMode.NONE, self._eager(plan, variants)
         else:
             mode, descriptor = self.dispatch(
@@ -118,7 +141,7 @@ class GraphDispatcher:
                 uniform_decode=plan.uniform_decode,
                 num_ubatches=plan.num_ubatches,
                 variants=variants,
-                limit=limit,
+                limit=plan.graph_mode,
             )
             last = descriptor.num_tokens - descriptor.num_tokens_per_ubatch
             if plan.should_ubatch and last >= min(plan.num_tokens_per_rank):
@@ -153,7 +176,7 @@ class GraphDispatcher:
 
     def _key(self, routine: Routine, num_tokens: int, num_ubatches: int, variants: Variants) -> BatchDescriptor:
         mode, decode = routine
-        most = num_tokens if decode else min(num_tokens, self._max_num_requests)
+        most = num_tokens if decode else min(-(-num_tokens // self._tokens_per_request), self._max_num_requests)
         exact = BatchDescriptor(
             num_tokens=num_tokens,
             num_requests=most,

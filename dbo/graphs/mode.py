@@ -1,8 +1,8 @@
 """Which parts of which steps run from graphs.
 
 A file of its own because everybody names modes: options, votes, the dispatcher, wrappers. Invariant: a *runtime* mode
-(NONE, PIECEWISE, FULL) is what one step runs in, is ordered by how much of the step it captures, and fits a vote; the
-combined modes are only ever options.
+(NONE, PIECEWISE, FULL) is what one step runs in, and is ordered by how much of the step it captures; the combined modes
+are only ever options.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CUDAGraphMode(Enum):
 
     @classmethod
     def of_level(cls, level: int) -> CUDAGraphMode:
-        """The runtime mode that a vote of `level` stands for."""
+        """The runtime mode that captures so much."""
         return cls((level, level))
 
     @property
@@ -51,7 +51,7 @@ class CUDAGraphMode(Enum):
 
     @property
     def level(self) -> int:
-        """What a rank votes for a step in this mode: 0 is none, more is more; of a combined mode the highest."""
+        """How much is captured: 0 is nothing, 1 segments, 2 whole steps; of a combined mode the most."""
         return max(self.value)
 
     @property

@@ -26,13 +26,14 @@ def make(mode: Mode, sizes: list[int], num_ubatches: list[int], **options: int) 
 
 
 def brute_force(
-    dispatcher: GraphDispatcher, num_tokens: int, *, uniform: bool, num_ubatches: int, variants: object, limit: Mode
+    dispatcher: GraphDispatcher, num_tokens: int, *, uniform: bool, num_ubatches: int, variants: object, limit: int
 ) -> tuple[Mode, BatchDescriptor | None]:
     """The best key that can hold the step, found by looking at all of them."""
     best: tuple[tuple[int, bool, int], Mode, BatchDescriptor] | None = None
     for mode, key in dispatcher.shapes():
         fits = key.num_tokens >= num_tokens and key.num_ubatches == num_ubatches and key.variants == variants
-        if fits and mode.level <= limit.level and (uniform or not key.uniform_decode):
+        level = 1 if mode is Mode.PIECEWISE else 2 if key.uniform_decode else 3
+        if fits and level <= limit and (uniform or not key.uniform_decode):
             rank = (-mode.level, not key.uniform_decode, key.num_tokens)
             if best is None or rank < best[0]:
                 best = rank, mode, key
@@ -48,7 +49,7 @@ def brute_force(
     uniform=st.booleans(),
     num=st.integers(1, 4),
     variants=st.sampled_from([(), ADAPTERS, (("active_adapters", 3),)]),
-    limit=st.sampled_from([Mode.NONE, Mode.PIECEWISE, Mode.FULL]),
+    limit=st.integers(0, 3),
     multiple=st.integers(1, 8),
 )
 def test_dispatch_is_the_best_key(mode, sizes, ubatches, num_tokens, uniform, num, variants, limit, multiple) -> None:  # type: ignore[no-untyped-def]
@@ -76,7 +77,7 @@ def test_saved_under_what_is_looked_up(mode: Mode, num: int) -> None:
     assert keys
     for runtime, key in keys:
         at = key.num_tokens, key.uniform_decode
-        limit = runtime
+        limit = 1 if runtime is Mode.PIECEWISE else 3
         found = dispatcher.dispatch(at[0], uniform_decode=at[1], num_ubatches=num, variants=key.variants, limit=limit)
         assert found == (runtime, key)
         assert key.num_tokens_per_ubatch * num == key.num_tokens
@@ -174,6 +175,8 @@ def test_settled_plans_hold(mode, sizes, num, ranks, threshold, multiple) -> Non
     settled, runtime, key = dispatcher.settle(plan)
     assert settled.num_ubatches == plan.num_ubatches == key.num_ubatches
     assert runtime.level <= plan.graph_mode
+    if runtime is Mode.FULL and not key.uniform_decode:
+        assert plan.graph_mode == 3
     if runtime is Mode.NONE:
         assert settled.num_tokens_padded == (plan.num_tokens_padded if plan.should_ubatch else None)
         return
@@ -230,6 +233,29 @@ def test_decode_on_one_rank_and_prefill_on_another() -> None:
         settled, found, key = dispatcher.settle(plan)
         assert (found, key.uniform_decode) == (expected, False)
         assert settled.num_tokens_padded == (64 if expected.level else None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(Mode.FULL, Mode.NONE), (Mode.FULL_AND_PIECEWISE, Mode.PIECEWISE), (Mode.PIECEWISE, Mode.PIECEWISE)],
+)
+def test_a_decode_that_no_mixed_graph_holds(mode: Mode, expected: Mode) -> None:
+    """One rank's contexts are too long for a graph of a mixed step, and another rank has a mixed step."""
+    dispatcher = GraphDispatcher(mode, [8, 64], num_ubatches=[2], max_num_requests=16)
+    votes = [
+        dispatcher.vote(5, uniform_decode=True, fits=lambda key: False),
+        dispatcher.vote(40, uniform_decode=False, fits=lambda key: True),
+    ]
+    limit = min(level for level, _ in votes)
+    assert dispatcher.dispatch(64, uniform_decode=False, limit=limit)[0] is expected
+    alone = dispatcher.dispatch(8, uniform_decode=True, limit=votes[0][0])[0]
+    assert alone is (Mode.PIECEWISE if mode is Mode.PIECEWISE else Mode.FULL)
+
+
+def test_requests_of_a_mixed_graph() -> None:
+    dispatcher = GraphDispatcher(Mode.FULL, [10, 1000], num_ubatches=[], max_num_requests=8, tokens_per_request=100)
+    found = [dispatcher.dispatch(n, uniform_decode=False)[1].num_requests for n in (10, 11)]
+    assert found == [1, 8]
 
 
 def test_an_idle_rank_is_in_nobodys_way() -> None:
