@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import click
 
 from launch import cli
-from launch.config import ABOptions, DoctorOptions, GenerateOptions
+from launch.config import ABOptions, CalibrateOptions, DoctorOptions, GenerateOptions, PlanOptions
 
 
 def _generate() -> click.Command:
@@ -38,6 +38,20 @@ def _ab() -> click.Command:
     return cli.command("ab", ABOptions, run, help="Does overlap pay here? Start it under torchrun.")
 
 
+def _calibrate() -> click.Command:
+    def run(options: CalibrateOptions) -> int:
+        return int(cli.imported("launch.calibrate:run")(options))
+
+    return cli.command("calibrate", CalibrateOptions, run, help="Measure what steps cost here, under torchrun.")
+
+
+def _plan() -> click.Command:
+    def run(options: PlanOptions) -> int:
+        return int(cli.imported("launch.plan:run")(options))
+
+    return cli.command("plan", PlanOptions, run, help="Predict step times on other ranks and links.")
+
+
 COMMANDS = {
     "upcycle": (
         lambda: cli.imported("launch.upcycle_command:upcycle_command"),
@@ -46,6 +60,8 @@ COMMANDS = {
     "generate": (_generate, "Answer the prompts of a file."),
     "doctor": (_doctor, "Find what does not work between these ranks."),
     "ab": (_ab, "Compare overlap off and on, with statistics."),
+    "calibrate": (_calibrate, "Measure what steps cost here, for --overlap auto and plan."),
+    "plan": (_plan, "Predict where overlap pays on other ranks and links."),
     "slurm": (lambda: cli.imported("launch.slurm_command:slurm_command"), "Run a command as a Slurm job."),
 }
 

@@ -238,6 +238,8 @@ class PlanOptions(Options):
     )
     hardware: Literal["h200"] = option("h200", "What --shape runs on.")
     derive: str | None = option(None, "Write the derived profile to this file.", metavar="FILE")
+    context: int = option(2000, "With --shape: tokens before each request's decode step.", check=at_least(1))
+    prompt_tokens: int = option(4096, "With --shape: tokens of a prompt in prefill.", check=at_least(1))
     ep: str = option("2,8,16,64,256", "Ranks to predict for: each 2 to 1024.")
     phase: Literal["prefill", "decode", "both"] = option("both", "Which steps.")
     tokens: str | None = option(None, "Tokens a rank, such as 32,64,128,256; default: those of the profile.")

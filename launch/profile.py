@@ -118,6 +118,11 @@ class LayerCosts:
         if set(self.fixed) != set(PHASES):
             raise ConfigError("layer.fixed", sorted(self.fixed), "both phases", "")
 
+    def fixed_tokens(self, phase: Phase) -> list[int]:
+        """The sizes of whole steps that were measured, or else those of attention."""
+        steps = self.fixed[phase].tokens
+        return list(steps if len(steps) > 1 else self.attention[phase].tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
