@@ -92,6 +92,7 @@ class Peers:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.generation = 0
+        self.store_lost = False  # its host is gone or silent
         self._store = store
         self._start_limit_s, self._silence_limit_s = start_limit_s, silence_limit_s
         self._on_failure: list[Callable[[], None]] = []
@@ -334,6 +335,7 @@ class Peers:
             self._tell("gone", self._peers[-rank], f"nothing was heard from its host for {now - when:.0f} s")
 
     def _lose_store(self, how: str) -> None:
+        self.store_lost = True
         keeper = next((peer for peer in self._peers if peer.near_store), self._peers[0])
         reason = f"the store that this job's ranks meet in, on that host, {how}"
         # A failure that is known already is why: launchers end when a rank of theirs has, and the store with them.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -162,7 +163,8 @@ class Mesh:
         self.node = socket.gethostname()
         self.device = device
         self.signals = None
-        self._keeps_store = place is not None and self.rank == 0 and not place.launcher_keeps_store
+        self._launcher_keeps_store = place is not None and place.launcher_keeps_store
+        self._keeps_store = place is not None and self.rank == 0 and not self._launcher_keeps_store
         self._groups: list[AbortableGroup] = []
         self._dropping: list[threading.Thread] = []
         self._left = threading.Event()
@@ -261,6 +263,7 @@ class Mesh:
             self._outlast_others()
         self.peers.close()
         self._unlimit_unwinding()
+        self._end_launcher()
         if self.signals is not None:
             self.signals.close()
             self.signals = None
@@ -287,7 +290,14 @@ class Mesh:
 
     def _end_by_force(self) -> None:
         if self.signals is not None and (failure := self.peers.wait_failure(0)) is not None:
+            self._end_launcher()
             self.signals.end(f"{failure}; this rank was busy and is ended after {UNWIND_LIMIT_S:g} s", 1)
+
+    def _end_launcher(self) -> None:
+        """torchrun hangs in its store's client for ever where the store fell silent, deaf to SIGTERM."""
+        if self.peers.store_lost and self._launcher_keeps_store and os.getppid() > 1:
+            with contextlib.suppress(OSError):
+                os.kill(os.getppid(), signal.SIGKILL)
 
     def _why_stopped(self) -> str | None:
         failure = self.peers.wait_failure(1.0)

@@ -79,7 +79,7 @@ class Hosts:
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """`argv`, to be run on a host: under its name, seeing no process of the others."""
-        named = 'hostname "$1" && shift && exec "$@"'
+        named = 'hostname "$1" && shift && "$@"'  # no exec: process 1 of a namespace cannot be killed from inside
         apart = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         # Should this process be killed, `setpriv` makes the next one go with it, which takes its children along.
         within = ["ip", "netns", "exec", self.namespace(host), "setpriv", "--pdeathsig", "KILL", *apart]

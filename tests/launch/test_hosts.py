@@ -119,21 +119,15 @@ def messages(command: HostsCommand, host: int) -> list[str]:
     ]
 
 
-def wait_for_the_end(
-    hosts: Hosts, command: HostsCommand, of: list[int], limit_s: float, *, launchers: bool = True
-) -> None:
-    """Wait until the ranks of these hosts have ended, at most `limit_s`, and torchrun after them.
-
-    launchers: False where torchrun has lost its own store in silence, for which it waits minutes.
-    """
+def wait_for_the_end(hosts: Hosts, command: HostsCommand, of: list[int], limit_s: float) -> None:
+    """Wait until the ranks of these hosts have ended, at most `limit_s`, and torchrun after them."""
     deadline = time.monotonic() + limit_s + SLACK_S
     ranks = {host: _rank(command, host) for host in of}
     while alive := [host for host, pid in ranks.items() if pid in hosts.pids(host)]:
         assert time.monotonic() < deadline, (alive, *(command.errors(host)[-2000:] for host in alive))
         time.sleep(0.05)
-    if launchers:
-        command.wait(30, of)
-        assert [hosts.pids(host) for host in of] == [[]] * len(of)
+    command.wait(30, of)
+    assert [hosts.pids(host) for host in of] == [[]] * len(of)
 
 
 def _rank(command: HostsCommand, host: int) -> int | None:
@@ -150,18 +144,20 @@ def kill_rank(hosts: Hosts, command: HostsCommand, host: int) -> None:
     subprocess.run(["kill", "-9", str(command.rank_pid(host)[1])], check=True)
 
 
+def cut(hosts: Hosts, command: HostsCommand, host: int) -> None:
+    hosts.cut(host)
+
+
 @pytest.mark.parametrize(
     ("strike", "victim", "limit_s", "cause"),
     [
         pytest.param(kill_rank, 1, DEATH_S, "nothing was heard from its host|ended without", id="rank"),
         pytest.param(lambda h, c, i: h.kill(i), 0, DEATH_S, "store .* is lost", id="host-of-the-store"),
-        pytest.param(lambda h, c, i: h.cut(i), 2, SILENCE_S, "nothing was heard from its host for", id="cut"),
+        pytest.param(cut, 2, SILENCE_S, "nothing was heard from its host for", id="cut"),
         pytest.param(
             lambda h, c, i: h.kill(i), 2, DEATH_S, "nothing was heard", id="host", marks=pytest.mark.slow
         ),
-        pytest.param(
-            lambda h, c, i: h.cut(i), 0, SILENCE_S, "store .* (is lost|has not)", id="cut-store", marks=pytest.mark.slow
-        ),
+        pytest.param(cut, 0, SILENCE_S, "store .* (is lost|has not)", id="cut-store", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_the_others_name_who_is_gone_and_keep_what_is_finished(
@@ -173,7 +169,7 @@ def test_the_others_name_who_is_gone_and_keep_what_is_finished(
         rank, _ = command.rank_pid(victim)
         strike(hosts, command, victim)
         others = [host for host in range(3) if host != victim]
-        wait_for_the_end(hosts, command, others, limit_s, launchers=(limit_s, victim) != (SILENCE_S, 0))
+        wait_for_the_end(hosts, command, others, limit_s)
         for host in others:
             (line,) = messages(command, host)
             assert re.search(rf"rank {rank} on node{victim} failed: .*({cause})", line), line
@@ -196,9 +192,8 @@ def test_a_host_that_is_cut_off_ends_too(hosts: Hosts, job: Job):
             assert addresses
             assert all(a.rpartition(":")[0].endswith(hosts.address(host)) for a in addresses), addresses
         hosts.cut(2)
-        pid = command.rank_pid(2)[1]
         deadline = time.monotonic() + SILENCE_S + SLACK_S
-        while pid in hosts.pids(2):  # a process that has ended is on no host, whether or not torchrun knows
+        while hosts.pids(2):
             assert time.monotonic() < deadline, command.errors(2)
             time.sleep(0.05)
         (line,) = messages(command, 2)
