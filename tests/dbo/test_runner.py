@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,6 +85,28 @@ def test_unequal_yields_and_early_returns(make: Callable[..., UBatchRunner], dri
 
     assert make(len(yields), driver).run(fn, yields) == yields
     assert [seen.count(k) for k in range(len(yields))] == yields
+
+
+@both_drivers
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_model_may_return_anything(make: Callable[..., UBatchRunner], driver: str, num: int) -> None:
+    """One result a ubatch, the very object: nothing is unpacked, copied, merged or mistaken for a list of results."""
+
+    class Output(NamedTuple):
+        hidden: torch.Tensor
+        aux: dict[str, Any]
+
+    runner, one = make(3, driver), torch.ones(2)
+    for made in (one, (one, one), [one], {"hidden": one}, Output(one, {"losses": [one]}), iter([one]), None):
+
+        def fn(k: int, made: Any = made) -> Any:
+            yield_turn("here")
+            return made
+
+        got = runner.run(fn, range(num))
+        assert type(got) is list
+        assert len(got) == num
+        assert all(result is made for result in got)
 
 
 @both_drivers

@@ -168,6 +168,18 @@ class Buffer:
         return lambda: self.seen.append(f"receive {name} {number}")
 
 
+def test_low_latency_takes_its_cap_and_not_a_row_more():
+    all2all = object.__new__(DeepEPLowLatency)
+    all2all._buffer, all2all.comm, all2all._receive = Buffer(), Comm(CPU, own_stream=False), None
+    all2all._fp8, all2all._max_tokens, all2all.hidden, all2all._wire_hidden = False, 64, 8, 8
+    all2all.ep_size, all2all.num_experts = 2, 8
+    for num_tokens in (63, 64):
+        routing = torch.zeros(num_tokens, 2, dtype=torch.int64), torch.ones(num_tokens, 2)
+        assert all2all.dispatch(torch.ones(num_tokens, 8), *routing).result().x.shape == (num_tokens, 8)
+    with pytest.raises(ValueError, match="65 tokens exceed the 64 that deepep_ll was made for"):
+        all2all.dispatch(torch.ones(65, 8), torch.zeros(65, 2, dtype=torch.int64), torch.ones(65, 2))
+
+
 def test_each_operation_is_received_once_and_before_the_next_is_sent():
     all2all = object.__new__(DeepEPLowLatency)
     all2all._buffer, all2all.comm, all2all._receive = Buffer(), Comm(CPU, own_stream=False), None
