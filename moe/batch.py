@@ -13,7 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbo.slices import Batch, IntArray, UBatchSlice, by_request, by_token, cut_query_lens, cut_seq_lens, derived, ruled
+from dbo.slices import (
+    Batch,
+    IntArray,
+    UBatchSlice,
+    by_request,
+    by_token,
+    cut_query_lens,
+    cut_seq_lens,
+    derived,
+    ruled,
+    shared,
+)
 
 
 def _true_tokens(batch: ForwardBatch, s: UBatchSlice) -> int:
@@ -30,6 +41,32 @@ def _query_lens(batch: ForwardBatch, s: UBatchSlice) -> IntArray:
 
 def _seq_lens(batch: ForwardBatch, s: UBatchSlice) -> IntArray:
     return cut_seq_lens(batch.seq_lens, s)
+
+
+@dataclass(kw_only=True, eq=False)
+class FixedInputs:
+    """A batch whose memory stays where it is while steps come and go: what a graph knows of it. B requests at most.
+
+    The engine refills tensors and host numbers before every step: captured parts read the tensors, eager parts the
+    host numbers, through this very object.
+    """
+
+    num_tokens: Tensor
+    """[] int32 on the device, rows that are tokens."""
+    seq_lens: Tensor
+    """[B] int32 on the device; 0 for no request."""
+    query_ends: Tensor
+    """[B + 1] int32 on the device: 0, and where each request's tokens end; no request ends where the last one did."""
+    key_ends: Tensor
+    """[B + 1] int32 on the device, the same for all keys that each request sees."""
+    max_num_keys: int
+    """Most keys of all requests together, in a step that is captured whole."""
+    max_seq_len: int
+    uniform_decode: bool
+    host_query_lens: IntArray
+    """[requests of this step] int32 on the host, as `ForwardBatch.query_lens`; the same for the next two."""
+    host_seq_lens: IntArray
+    host_num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +89,14 @@ class ForwardBatch(Batch):
     """Rows that are tokens: the sum of `query_lens`."""
     num_tokens_per_rank: tuple[int, ...] | None = ruled(derived(_tokens_per_rank), default=None)
     """True tokens of every rank in this (u)batch, where known: lets a backend bound what it receives."""
+
+    fixed: FixedInputs | None = ruled(shared(), default=None)
+    """Where a graph may be captured: the lengths above are those of the capture only. Set after the cut."""
+
+    @property
+    def num_routed(self) -> int | Tensor:
+        """`num_tokens`, as a captured part must read it."""
+        return self.num_tokens if self.fixed is None else self.fixed.num_tokens
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> ForwardBatch:

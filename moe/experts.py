@@ -55,6 +55,8 @@ class _ExpertByExpert:
     All first products come before all second ones, so that what lies between them is a few large operations.
     """
 
+    reads_host = True
+
     def __init__(self, weights: ExpertWeights):
         self._gate_up = [make_linear(weight) for weight in weights.w_gate_up]
         self._down = [make_linear(weight) for weight in weights.w_down]

@@ -31,7 +31,11 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention."""
+    """A way to compute attention.
+
+    One that can be captured in a graph says so by an attribute `captures`: "decode" (uniform decodes) or "all", and
+    then reads lengths from `ForwardBatch.fixed` where that is set.
+    """
 
     def __call__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> AttentionPlan:
         """Prepare one forward."""

@@ -52,7 +52,7 @@ class Model:
         self.embedding = params.pop("embedding")
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.layers = [_make_layer(config, _take(params, f"layers.{i}."), all2all, i) for i in range(config.num_layers)]
-        self._attention = attention or choose_attention(self.device, self.dtype)
+        self.attention = attention or choose_attention(self.device, self.dtype)
         self._rotary = Rotary(config, self.device)
         self._final_norm = params.pop("final_norm")
         self._head = make_linear(self.embedding if config.tie_embeddings else params.pop("head"))
@@ -63,7 +63,7 @@ class Model:
 
         One or more yield points a layer. Does not wait for a device.
         """
-        plan = self._attention(self.config, batch, kv)
+        plan = self.attention(self.config, batch, kv)
         angles = self._rotary.angles(batch.positions, self.dtype)
         x = F.embedding(batch.input_ids, self.embedding)
         residual = None
@@ -129,7 +129,7 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, H] -> [T, H] without the residual; two yield points."""
-        return self.moe(x, batch.num_tokens, batch.num_tokens_per_rank, batch.slot_mapping)
+        return self.moe(x, batch.num_routed, batch.num_tokens_per_rank, batch.slot_mapping)
 
 
 def _take(params: Params, prefix: str) -> Params:
