@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import typing
@@ -123,7 +124,9 @@ class EngineOptions(Options):
     )
     seed: int = option(0, "Seed of sampling and of dummy weights.", check=at_least(0))
     step_timeout: float = option(
-        60.0, "Seconds after which a step that waits is given up; 0 waits for ever.", check=at_least(0)
+        60.0,
+        "Seconds after which a step that waits is given up; 0 waits for ever.",
+        check=Check("0 or more, finite", lambda value: 0 <= value < math.inf),
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe messages shown.")
     json: bool = option(False, "Print a summary as one JSON object on standard output.")

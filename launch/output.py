@@ -76,11 +76,12 @@ def read_rows(file: Path) -> dict[str, Row]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replace `file` in one step by `rows`. Raises OSError naming the file; what was there is then still there."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    """Replace `file` in one step by `rows`; a link stays one. Raises OSError naming the file, which then is as before."""
+    target = file.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text("".join(map(_line, rows)))
-        os.replace(temporary, file)
+        os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(file)) from None

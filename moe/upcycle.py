@@ -46,7 +46,7 @@ class UpcycleOptions:
         num_experts: experts in each layer, >= 1.
         num_topk: experts per token, 1 to `num_experts`.
         noise: each expert's weights get `noise * rms(weight) * N(0, 1)` added; 0 keeps the source's function.
-        seed: of the router and of the noise.
+        seed: of the router and of the noise, >= 0.
         dtype: `auto` keeps the dtype of a safetensors source and makes float32 of a GGUF.
         max_shard_bytes: upper bound of one weight file (a single larger tensor still gets one).
 
@@ -69,6 +69,8 @@ class UpcycleOptions:
             raise ConfigError("--top-k", self.num_topk, allowed, "lower --top-k or raise --experts")
         if not 0.0 <= self.noise < float("inf"):
             raise ConfigError("--noise", self.noise, "0 or more", "0.2 makes experts clearly different")
+        if self.seed < 0:
+            raise ConfigError("--seed", self.seed, "0 or more")
         if self.max_shard_bytes < 1:
             raise ConfigError("max_shard_bytes", self.max_shard_bytes, "1 or more")
         if self.dtype != "auto" and self.dtype not in DTYPES:

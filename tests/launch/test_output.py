@@ -131,6 +131,22 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_link_stays_a_link_to_the_file_that_it_names(tmp_path, monkeypatch):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    link, file = tmp_path / "out.jsonl", elsewhere / "rows.jsonl"
+    link.symlink_to(file)
+    for name in ("a", "b"):  # first to where nothing is yet
+        write_rows(link, [row(name)])
+        assert link.is_symlink()
+        assert list(read_rows(file)) == list(read_rows(link)) == [name]
+        assert list(elsewhere.iterdir()) == [file]
+    monkeypatch.setattr("pathlib.Path.write_text", _write_a_part)
+    with pytest.raises(OSError, match=r"out.jsonl"):
+        write_rows(link, [row("c")])
+    assert link.is_symlink()
+    assert list(read_rows(link)) == ["b"]
+
+
 def _write_a_part(file, text: str) -> None:
     file.write_bytes(text.encode()[:5])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

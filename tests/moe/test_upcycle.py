@@ -253,6 +253,7 @@ def test_a_full_disk_is_found_before_writing(dense: Path, tmp_path: Path, monkey
         ({"num_topk": 0}, "--top-k=0"),
         ({"noise": -0.1}, "--noise=-0.1"),
         ({"noise": float("nan")}, "--noise=nan"),
+        ({"seed": -1}, "--seed=-1 is not allowed: 0 or more"),
         ({"dtype": "int8"}, r"--dtype='int8'.*bfloat16"),
         ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
     ],
