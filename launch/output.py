@@ -76,7 +76,7 @@ def read_rows(file: Path) -> dict[str, Row]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replace `file` in one step by `rows`; a link stays one. Raises OSError naming the file, which then is as before."""
+    """Replace `file` in one step by `rows`; links stay. Raises OSError naming the file, which is as before then."""
     target = file.resolve()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
