@@ -160,11 +160,11 @@ class UBatchRunner:
     def run(self, fn: Callable[[A], T], items: Sequence[A], *, interleave: bool = True) -> list[T]:
         """Run `fn(items[k])` in ubatch k, and return the results in order. Blocks until every ubatch has ended.
 
-        `fn` sees the caller's thread-local state: device, current stream, grad and inference mode, autocast, default
-        device, context variables. With `interleave=False` the ubatches run one after another, through the same code and
-        to the same bits. Raises the first error of any ubatch, with a note that says where it happened; `StepTimeout`
-        past the limit; `DBOError` for a run inside a run, one at the same time as another, or one after a step whose
-        ubatch never came back.
+        `fn` sees the caller's thread-local state: device, current stream, grad and inference mode, autocast, function
+        and dispatch modes, context variables. With `interleave=False` the ubatches run one after another, through the
+        same code and to the same bits. Raises the first error of any ubatch, with a note that says where it happened;
+        `StepTimeout` past the limit; `DBOError` for a run inside a run, one at the same time as another, or one after a
+        step whose ubatch never came back.
         """
         num, step, contexts = len(items), self._step, self._contexts
         if not 1 <= num <= self.num_ubatches:
