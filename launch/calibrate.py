@@ -220,6 +220,7 @@ class Calibration:
     ):
         self.engine, self.mesh, self.dbo, self.options = engine, engine.mesh, dbo, options
         self.config, self.grids, self.choices = engine.model.config, dict(grids), choices
+        self._texts: dict[Phase, str] = {"prefill": options.prefill_tokens, "decode": options.decode_tokens}
         self.times: dict[Key, list[float]] = defaultdict(list)
         self.notes: list[str] = []
         self._started_s = time.monotonic()
@@ -276,7 +277,7 @@ class Calibration:
             for e in wanted:
                 found[e][n] = bench.measure(e, n, until_s)
             self._progress()
-            if self._late(until_s + self.options.budget * PARTS_SHARE * 0.15):
+            if self._late(until_s + self.options.budget * PARTS_SHARE * 0.15) and n != sizes[0]:
                 break
         experts = [ExpertCosts(num_local_experts=e, costs=_series(costs)) for e, costs in found.items()]
         return attention, tuple(replace(each, costs=self._worst(each.costs)) for each in experts)
@@ -296,7 +297,7 @@ class Calibration:
                 lens = phase_lens(phase, n, self._longest())
                 costs[n] = bench.measure(lens, context if phase == "decode" else 0, until_s)
                 self._progress()
-                if self._late(until_s):
+                if self._late(until_s) and len(costs) > 1:
                     break
             found[phase] = self._worst(_series(costs))
         return found
@@ -316,7 +317,7 @@ class Calibration:
             began = time.monotonic()
             seen[n] = measure_messages(all2all, config, self.mesh.device, n, REPEATS)
             self._progress()
-            if self._late(limit_s - 2 * (time.monotonic() - began)):
+            if self._late(limit_s - 2 * (time.monotonic() - began)) and len(seen) > 1:
                 break
         mine = [{"total": each.total, "waited": each.waited} for each in seen.values()]
         everyone = self._gather("messages", mine)
@@ -336,7 +337,7 @@ class Calibration:
 
     def _sizes(self) -> dict[Size, float]:
         """Every size once in every arm; gives the seconds of each. Larger ones are left out where time is short."""
-        left_s = self.options.budget - self._elapsed_s()
+        left_s = self._share(self.options.budget - self._elapsed_s())
         kept: dict[Size, float] = {}
         sizes = sorted(
             (Size(phase, n) for phase in PHASES for n in self.grids[phase]), key=lambda s: (self._rank_of(s), s.phase)
@@ -346,14 +347,15 @@ class Calibration:
             self._measure(size, count=False)
             took_s = self._share(time.monotonic() - began)
             self._progress()
-            first = size.phase not in {other.phase for other in kept}
+            asked = self._texts[size.phase] != "auto"
+            first = asked or size.phase not in {other.phase for other in kept}
             needed_s = sum(kept.values()) + took_s
             if not first and needed_s * (LEAST_ROUNDS + 1) > left_s:
                 continue
             kept[size] = took_s
             if needed_s * (LEAST_ROUNDS + 1) > left_s * 0.7:  # the next ones take twice as long
-                sizes_left = [s for s in sizes if s.phase not in {k.phase for k in kept}]
-                if not sizes_left:
+                due = [s for s in sizes if s.phase not in {k.phase for k in kept} or self._texts[s.phase] != "auto"]
+                if set(due) <= set(kept):
                     break
         for phase in PHASES:
             sizes_kept = tuple(s.num_tokens for s in kept if s.phase == phase)
@@ -371,30 +373,33 @@ class Calibration:
 
     def _rounds(self, estimates: Mapping[Size, float]) -> None:
         rounds = 0
+        uneven_s = (LEAST_ROUNDS + 1) * sum(estimates[size] for size in self._to_be_uneven())
         for rounds in range(1, self.options.max_rounds + 1):
-            order = list(estimates)
+            began, order = time.monotonic(), list(estimates)
             self._random.shuffle(order)
             for size in order:
                 self._measure(size, split=rounds <= SPLIT_ROUNDS)
                 self._progress()
-            spare_s = self.options.budget - self._elapsed_s() - 1.2 * sum(estimates.values())
+            spare_s = self.options.budget - self._elapsed_s() - uneven_s - (time.monotonic() - began)
             if rounds >= LEAST_ROUNDS and self._share(spare_s) < 0:
                 break
         if self.mesh.rank == 0:
             logging.info("%d sizes, %d rounds in %.0f s", len(estimates), rounds, self._elapsed_s())
 
-    def _uneven(self) -> dict[Phase, Size]:
-        """The sizes whose ranks were made unequal: the second largest of each phase that can still be cut."""
-        chosen: dict[Phase, Size] = {}
+    def _to_be_uneven(self) -> list[Size]:
+        """The second largest size of each phase, where it can still be cut when the other ranks have fewer tokens."""
         if self.mesh.world_size == 1:
-            return chosen
-        for phase in PHASES:
-            n = self.grids[phase][max(len(self.grids[phase]) - 2, 0)]
-            if n * UNEVEN <= -(-n // self.dbo.num_ubatches) * (self.dbo.num_ubatches - 1) + self.dbo.num_ubatches:
-                continue  # the last ubatch of the others would be empty
-            chosen[phase] = Size(phase, n, uneven=True)
-            for repeat in range(LEAST_ROUNDS + 1):
-                self._measure(chosen[phase], count=repeat > 0, sms=self.choices[:1])
+            return []
+        chosen = [Size(phase, self.grids[phase][max(len(self.grids[phase]) - 2, 0)]) for phase in PHASES]
+        ubatches = self.dbo.num_ubatches
+        return [s for s in chosen if s.num_tokens * UNEVEN > (-(-s.num_tokens // ubatches) + 1) * (ubatches - 1)]
+
+    def _uneven(self) -> dict[Phase, Size]:
+        """Measure sizes with unequal ranks, after one time to warm up."""
+        chosen = {size.phase: replace(size, uneven=True) for size in self._to_be_uneven()}
+        for repeat in range(LEAST_ROUNDS + 1):
+            for size in chosen.values():
+                self._measure(size, count=repeat > 0, sms=self.choices[:1])
                 self._progress()
         return chosen
 

@@ -328,7 +328,8 @@ class _Lanes:
 def fit_link(name: str, num_bytes: Sequence[float], times_us: Sequence[float]) -> Link:
     """Latency and bandwidth of the line through measured messages, each weighed by its own size (relative errors).
 
-    A latency below 0 counts as 0. Raises ConfigError for fewer than two sizes, or times that do not grow with size.
+    Neither is below 0: where noise says so, it counts as 0, and the other is fitted alone. Raises ConfigError for fewer
+    than two sizes.
     """
     x, y = np.asarray(num_bytes, dtype=np.float64), np.asarray(times_us, dtype=np.float64)
     if len(np.unique(x)) < 2:
@@ -336,9 +337,9 @@ def fit_link(name: str, num_bytes: Sequence[float], times_us: Sequence[float]) -
     rows = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(y), rcond=None)
     if latency < 0:
-        latency, per_byte = 0.0, float(np.sum(x / y) / np.sum((x / y) ** 2))
-    if per_byte <= 0:
-        raise ConfigError("messages", float(per_byte), "times that grow with size", "measure on an idle machine")
+        latency, per_byte = 0.0, np.sum(x / y) / np.sum((x / y) ** 2)
+    elif per_byte <= 0:
+        latency, per_byte = np.sum(1 / y) / np.sum(1 / y**2), 1e-9
     return Link(name=name, bandwidth_gbs=1e-3 / float(per_byte), latency_us=float(latency))
 
 
