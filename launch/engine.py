@@ -18,6 +18,7 @@ is loaded once and runs any number of times, with any settings of the overlap.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,12 +39,13 @@ from dbo.trace import Tracer
 from launch.mesh import Mesh
 from launch.sampling import sample, top_logprobs
 from launch.scheduler import Chunk, Limits, Request, Schedule, Scheduler
-from moe.all2all.base import All2All
+from moe.all2all.base import All2All, CannotRecall
 from moe.batch import ForwardBatch
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
 from moe.sms import make_partition
 
+EXIT_LIMIT_S = 10  # what a process gets to end whose device holds kernels that do not
 WARN_S = 10.0  # a step that waits for so long says for whom, and again after twice as long
 
 Phase = Literal["prefill", "decode", "mixed"]
@@ -277,6 +279,7 @@ class Engine:
         self.limits, self.clock = limits, clock
         self.costs: StepCosts | None = None  # of this model on these ranks: what overlap="auto" decides by
         self.tracer: Tracer | None = None  # changed between runs only; with one, every step records who ran when
+        self.outstanding: str | None = None  # what a failed step left on the device and nobody can recall
         self._inputs = Inputs(limits, mesh.device, clock.check)
         self._runners: dict[tuple[str, int, Tracer | None], UBatchRunner] = {}
 
@@ -349,8 +352,21 @@ class Engine:
             tensor = host
         return list(tensor.tolist())
 
+    def note_failure(self, error: BaseException) -> None:
+        """A step has failed: see what it left behind, and say so with its error."""
+        self.outstanding = self.all2all.outstanding() if isinstance(self.all2all, CannotRecall) else None
+        if self.outstanding is not None:
+            error.add_note(f"{self.outstanding} is left, which ends this process")
+
     def close(self) -> None:
-        """End the ubatch threads and the transport."""
+        """End the ubatch threads and the transport.
+
+        After a step that left an operation on the device this ends the process instead (SystemExit): to close the
+        transport would wait for that operation, and so might the end of the process, which is forced then.
+        """
+        if self.outstanding is not None:
+            signal.alarm(EXIT_LIMIT_S)
+            self.mesh.renew(must_exit=self.outstanding)
         self.all2all.close()
         for runner in self._runners.values():
             runner.close()
@@ -400,6 +416,9 @@ class _Run:
         self._arriving.extend(requests)
         try:
             self._steps(result, num_rows)
+        except BaseException as error:
+            self.engine.note_failure(error)
+            raise
         finally:
             self.engine.clock.stop()
         result.reasons = Counter({str(reason): count for reason, count in self.agreement.reasons.items()})

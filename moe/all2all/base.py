@@ -111,6 +111,14 @@ class CountsTraffic(Protocol):
     traffic: Traffic
 
 
+@runtime_checkable
+class CannotRecall(Protocol):
+    """A transport whose operations, once launched, wait on the device for the other ranks and cannot be given up."""
+
+    def outstanding(self) -> str | None:
+        """What a failed step has left there, in words; None = nothing. Waits a moment for what is about to end."""
+
+
 class All2All(Protocol):
     """A transport of tokens to the ranks that hold their experts, and back.
 

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -31,6 +32,7 @@ from moe.all2all.base import Capabilities, Dispatched, Setup, Transport, check_r
 MAX_SMS = 64  # buffers are laid out for so many; more has not been seen to help
 _UNIT_BYTES = 512
 _RANKS_PER_NODE = 8  # DeepEP's NUM_MAX_NVL_PEERS
+_DRAIN_S = 1.0  # what a device gets to end what is not stuck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,11 @@ class DeepEPHighThroughput(Transport):
 
         return self.comm.start(launch, label="combine")
 
+    def outstanding(self) -> str | None:
+        """See `CannotRecall`."""
+        streams = [torch.cuda.current_stream(self.device), self._buffer.get_comm_stream()]
+        return f"a {self.name} operation" if stay_busy(streams) else None
+
     def close(self) -> None:
         """Collective: gives back DeepEP's buffers. Calling it again does nothing."""
         buffer, self._buffer = self._buffer, None
@@ -217,6 +224,16 @@ def import_deep_ep() -> Any:
             "pip install dbo-moe[deepep], or use --all2all torch",
         ) from error
     return deep_ep
+
+
+def stay_busy(streams: Sequence[torch.cuda.Stream]) -> bool:
+    """Whether something still runs there after a moment: a kernel that waits for another rank goes on waiting."""
+    deadline = time.monotonic() + _DRAIN_S
+    while not all(stream.query() for stream in streams):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(1e-3)
+    return False
 
 
 def check_setup(name: str, setup: Setup) -> None:

@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
 from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Setup, Transport, check_routing
-from moe.all2all.deepep_ht import check_setup, import_deep_ep, widened
+from moe.all2all.deepep_ht import check_setup, import_deep_ep, stay_busy, widened
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
@@ -128,6 +129,12 @@ class DeepEPLowLatency(Transport):
 
         return self.comm.start(launch, label="combine")
 
+    def outstanding(self) -> str | None:
+        """See `CannotRecall`; also what was sent and not received: the buffers cannot be used in order any more."""
+        if self._receive is not None:
+            return f"a {self.name} operation that was sent and not received"
+        return f"a {self.name} operation" if stay_busy([torch.cuda.current_stream(self.device)]) else None
+
     def close(self) -> None:
         """Collective: gives back DeepEP's buffers. Calling it again does nothing."""
         buffer, self._buffer = self._buffer, None
@@ -140,6 +147,7 @@ class DeepEPLowLatency(Transport):
 
         def receive() -> None:
             if pending:
+                self._receive = None  # it was the last one: each is received before the next is sent
                 pending.pop()()
 
         self._receive = receive

@@ -53,6 +53,10 @@ class DeepEPByPhase(Transport):
         """See `All2All.combine`."""
         return (self._low_latency if sent.topk_idx is None else self._normal).combine(y, sent)
 
+    def outstanding(self) -> str | None:
+        """See `CannotRecall`."""
+        return self._normal.outstanding() or self._low_latency.outstanding()
+
     def close(self) -> None:
         """Collective: gives back both buffers."""
         self._normal.close()

@@ -32,7 +32,13 @@ def fail():
 def end():
     at_step_3(lambda: os._exit(0))
 
-deed = {"differ": differ, "fail": fail, "end": end}[sys.argv.pop(1)]
+def stick():
+    from moe.all2all.torch_dist import TorchAll2All
+    TorchAll2All.outstanding = lambda self: "a fake dispatch"
+    TorchAll2All.close = lambda self: print("the transport was closed", flush=True)
+    fail()
+
+deed = {"differ": differ, "fail": fail, "end": end, "stick": stick}[sys.argv.pop(1)]
 if os.environ["RANK"] == "1":
     deed()
 sys.exit(cli.run(main))
@@ -44,6 +50,7 @@ sys.exit(cli.run(main))
     [
         ("differ", r"num.ubatches.*2'? on rank 0; '?3'? on rank 1"),
         ("fail", "rank 1.*ZeroDivisionError: integer division"),
+        ("stick", "rank 1: a fake dispatch cannot be recalled, so this process cannot go on"),
         ("end", "rank 1 on .* failed: its process .* ended without a word"),
     ],
 )
