@@ -36,7 +36,7 @@ _STYLE = """
   --u0: #58a6ff; --u1: #f0883e; --u2: #3fb950; --u3: #bc8cff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+main { max-width: 64rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
@@ -46,7 +46,7 @@ p, li, dd { max-width: 46rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 caption { caption-side: bottom; padding-top: .4rem; position: sticky; left: 0;
   max-width: min(46rem, calc(100vw - 2rem)); }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 figure { margin: .75rem 0; }
 svg { display: block; width: 100%; height: auto; }
@@ -70,7 +70,9 @@ dl { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr; gap: .
 dt { color: var(--soft); overflow-wrap: anywhere; } dd { margin: 0; overflow-wrap: anywhere; }
 input { width: min(20rem, 60vw); vertical-align: middle; }
 :focus-visible { outline: 2px solid var(--overlap); outline-offset: 2px; }
-@media print { :root { --ink: #000; --page: #fff; --panel: #fff; --soft: #444; } .zoom { display: none; }
+@media print { .scroll { overflow: visible; } table { font-size: .7rem; } th, td { padding: .25rem .35rem; }
+  .chart svg { min-width: 0; } :root { --ink: #000; --page: #fff; --panel: #fff; --soft: #444; }
+  .zoom { display: none; }
   h2 { break-after: avoid; } figure, table, .lanes { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
@@ -160,8 +162,8 @@ def _breakdown(report: ABReport) -> Iterable[Markup]:
     if rows:
         yield _table(
             rows,
-            "One step again and again, medians of the slowest rank. Compute alone: on recorded tokens, nothing sent; "
-            "messages alone: nothing computed. Communication: the part of a whole step that messages add. Ceiling: "
+            "One step again and again, in ms, medians of the slowest rank. Compute alone: on recorded tokens, nothing "
+            "sent; messages alone: nothing computed. Comm. share: the part of a whole step that messages add. Ceiling: "
             "whole over the longer of the two alone; efficiency: what overlap gained of that. In brackets: of ubatches "
             "one after another, and with their compute in place of whole compute.",
         )

@@ -302,7 +302,7 @@ class ABReport:
         lines += ["p50 / p90 / p99 of all rounds; waiting: the host standing still for messages, of all step time", ""]
         if self.breakdowns:
             lines += text_table(self.breakdown_rows())
-            lines += ["one step, medians of the slowest rank; in brackets: of ubatches, one after another", ""]
+            lines += ["one step in ms, medians of the slowest rank; in brackets: of ubatches, one after another", ""]
         lines += self.breakdown_notes()
         lines += self.overlaps()
         lines += self.reason_lines()
@@ -394,10 +394,10 @@ def _row(arm: ArmResult) -> Sequence[str]:
 
 _BREAKDOWN_COLUMNS = (
     "one step",
-    "whole / split / overlap ms",
+    "whole / split / overlap",
     "compute alone",
     "messages alone",
-    "communication",
+    "comm. share",
     "ceiling",
     "efficiency",
 )
