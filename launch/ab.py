@@ -27,6 +27,7 @@ from pathlib import Path
 from dbo.errors import ConfigError
 from launch.auto import use_profile
 from launch.cli import FAILED, USAGE, CommandError
+from launch.comm_sms import settle_comm_sms
 from launch.config import ABOptions
 from launch.crossover import Sweep
 from launch.engine import Engine
@@ -77,6 +78,7 @@ def run(options: ABOptions) -> int:
         script_routing(engine.model, options.routing, options.seed)
         if "auto" in arms:
             use_profile(options, engine, arm_config("auto", dbo_config(options)))
+        options = settle_comm_sms(options, engine, dbo_config(options))
         if mesh.rank == 0:
             for line in [*banner(options, resolved, engine), *notes(options)]:
                 logging.info(line)

@@ -113,6 +113,16 @@ class EngineOptions(Options):
     cut_alignment: int = option(1, "Cuts fall on multiples of this many tokens.", check=at_least(1))
     allow_single_rank: bool = option(False, "Let one rank alone split, for study.")
     driver: Literal["threads", "greenlet"] = option("threads", "What carries the ubatches of a rank.")
+    comm_sms: str = option(
+        "20",
+        "SMs set aside for messages while ubatches run, where the transport takes a number; auto: measured once for "
+        "this model, host and number of ranks.",
+        check=Check(
+            "auto, or an even number from 0 (none) to 64",
+            lambda value: value == "auto" or (value.isdecimal() and int(value) % 2 == 0 and int(value) <= 64),
+        ),
+        metavar="N|auto",
+    )
     max_num_tokens: int = option(8192, "Tokens a rank computes in one step, at most.", check=at_least(1))
     max_num_seqs: int = option(256, "Requests a rank works on at once, at most.", check=at_least(1))
     max_model_len: int | None = option(
@@ -220,7 +230,7 @@ class CalibrateOptions(EngineOptions):
     decode_tokens: str = option("auto", "The same for decode steps: requests of a rank.")
     prompt_tokens: int = option(512, "Longest prompt in a prefill step.", check=at_least(1))
     context: int = option(64, "Tokens before each request's decode steps.", check=at_least(1))
-    comm_sms: str = option(
+    comm_sms: str = option(  # several, so the check of one does not hold
         "auto", "SMs for communication to try in overlap, where the transport has a choice; auto: 8,16,24."
     )
     budget: float = option(100.0, "Seconds that measuring may take.", check=at_least(1), metavar="SECONDS")

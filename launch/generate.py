@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dbo.agreement import BatchPlan
 from launch.auto import check_profile_option, use_profile
 from launch.cli import FAILED, INTERRUPTED
+from launch.comm_sms import settle_comm_sms
 from launch.config import GenerateOptions
 from launch.engine import Engine, RunResult, StepRecord
 from launch.log import set_up_logging
@@ -62,6 +63,7 @@ def run(options: GenerateOptions) -> int:
         engine = load_engine(options, fitted, mesh, model=Path(options.model))
         closing.callback(engine.close)
         use_profile(options, engine, resolved.dbo)
+        options = settle_comm_sms(options, engine, resolved.dbo)
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)

@@ -87,6 +87,7 @@ def dbo_config(options: EngineOptions) -> DBOConfig:
         allow_single_rank=options.allow_single_rank,
         driver=options.driver,
         step_timeout_s=options.step_timeout,
+        comm_sms=int(options.comm_sms) if options.comm_sms.isdecimal() else DBOConfig.comm_sms,
     )
 
 

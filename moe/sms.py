@@ -88,13 +88,18 @@ def _green_stream() -> GreenStream:
     return GreenStream()
 
 
+def takes_sms(all2all: All2All, device: torch.device) -> bool:
+    """Whether the transport runs on a number of SMs that somebody must choose."""
+    return device.type == "cuda" and hasattr(all2all, "set_num_sms")
+
+
 def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
     """What to enter around a run of ubatches: `comm_sms` for the all2all, the rest for compute; nothing where the
     all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
     """
-    set_comm_sms: Setter | None = getattr(all2all, "set_num_sms", None)
-    if set_comm_sms is None or device.type != "cuda":
+    if not takes_sms(all2all, device):
         return nullcontext()
+    set_comm_sms: Setter = all2all.set_num_sms  # type: ignore[attr-defined]
     return SMPartition(
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
