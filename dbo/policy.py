@@ -36,7 +36,7 @@ PROBE_WHOLE, PROBE_OVERLAP = 1, 2
 """What `Vote.probe` may ask for."""
 
 MARGIN = 0.01
-"""Overlap must promise to be faster by this share: below it, whole is as good and simpler."""
+"""Overlap must promise to be faster by this share at least: below it, whole is as good and simpler."""
 DRIFT_UNIT = 1 / 4096
 """`Vote.prefill_drift` and `Vote.decode_drift` count in this unit of a natural logarithm."""
 DRIFT_BOUND = math.log(2)
@@ -102,16 +102,18 @@ class ArmCosts:
     """What steps of one kind cost, measured with equal token counts on all ranks.
 
     Where counts differ, a step costs as much as one of `skew * largest + (1 - skew) * mean` tokens on every rank: 1 =
-    the slowest rank alone decides (attention), 0 = all share the work (experts).
+    the slowest rank alone decides (attention), 0 = all share the work (experts). `margin`: the share by which overlap
+    must promise to be faster, so that noise of the measurement does not decide.
     """
 
     whole: Curve
     overlap: Curve
     whole_skew: float = 1.0
     overlap_skew: float = 1.0
+    margin: float = MARGIN
 
     def __post_init__(self) -> None:
-        for name in ("whole_skew", "overlap_skew"):
+        for name in ("whole_skew", "overlap_skew", "margin"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "0 to 1", "")
 
@@ -141,6 +143,7 @@ class StepCosts:
             whole_ms=costs.whole.at(_weighed(costs.whole_skew, largest, mean)),
             overlap_ms=costs.overlap.at(_weighed(costs.overlap_skew, padded, mean)),
             drift=min(max(drift, -DRIFT_BOUND), DRIFT_BOUND),
+            margin=costs.margin,
         )
 
 
@@ -155,16 +158,17 @@ class Estimate:
     whole_ms: float  # both as the profile says
     overlap_ms: float
     drift: float  # logarithm by which all clocks together have found overlap dearer, against whole, than the profile
+    margin: float = MARGIN
 
     @property
     def pays(self) -> bool:
         """Whether overlap is worth it, with what clocks have found."""
-        return self.overlap_ms * math.exp(self.drift) < self.whole_ms * (1 - MARGIN)
+        return self.overlap_ms * math.exp(self.drift) < self.whole_ms * (1 - self.margin)
 
     @property
     def corrected(self) -> bool:
         """Whether the profile alone would have decided otherwise."""
-        return self.pays != (self.overlap_ms < self.whole_ms * (1 - MARGIN))
+        return self.pays != (self.overlap_ms < self.whole_ms * (1 - self.margin))
 
     def __str__(self) -> str:
         found = f", found {math.exp(self.drift):.2f}x dearer than that" if self.drift else ""

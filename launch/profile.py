@@ -16,10 +16,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal, TypeVar, cast
 
 from dbo.errors import ConfigError
-from dbo.policy import ArmCosts, Curve, StepCosts
+from dbo.policy import MARGIN, ArmCosts, Curve, StepCosts
 from moe.config import ModelConfig
 
 FORMAT, VERSION = "dbo-moe profile", 1
@@ -45,6 +46,13 @@ class Cost:
     def __post_init__(self) -> None:
         if not (0 < self.low <= self.median <= self.high < math.inf and self.n >= 1):
             raise ConfigError("cost", dataclasses.asdict(self), "0 < low <= median <= high, of 1 or more", "")
+
+    @property
+    def standard_error(self) -> float:
+        """Of the median, relative: for a normal spread of which `low` and `high` are the extremes of n (Chen and Tyler,
+        1999, for their expected distance)."""
+        deviations_apart = 2 * NormalDist().inv_cdf(0.5264 ** (1 / max(self.n, 2)))
+        return 1.25 * (self.high - self.low) / self.median / deviations_apart / math.sqrt(self.n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,17 @@ class PhaseSteps:
             overlap=self.overlap.curve(),
             whole_skew=self.whole_skew,
             overlap_skew=self.overlap_skew,
+            margin=self.margin,
         )
+
+    @property
+    def margin(self) -> float:
+        """The standard error of the ratio of two medians, in the median over the sizes; `MARGIN` to 0.1."""
+        errors = [
+            math.hypot(whole.standard_error, overlap.standard_error)
+            for whole, overlap in zip(self.whole.costs, self.overlap.costs, strict=True)
+        ]
+        return min(max(sorted(errors)[len(errors) // 2], MARGIN), 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)

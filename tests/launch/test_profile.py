@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dbo.errors import ConfigError
 from launch.profile import (
     Cost,
+    PhaseSteps,
     Profile,
     Series,
     check_out,
@@ -21,7 +23,7 @@ from launch.profile import (
     write_profile,
 )
 from moe.config import named_shape
-from tests.launch.profiles import flat, layer, profile, series
+from tests.launch.profiles import flat, layer, profile, series, steps
 
 
 def test_there_and_back(tmp_path):
@@ -48,6 +50,17 @@ def test_what_auto_decides_by():
     assert (costs.prefill.whole_skew, costs.decode.whole_skew, costs.comm_sms) == (0.5, 1.0, 8)
     with pytest.raises(ConfigError, match=r"--profile='derived'.*a measured profile.*launch calibrate"):
         replace(profile(), origin="derived", steps=None).step_costs()
+
+
+def test_a_noisy_measurement_asks_for_a_wider_margin():
+    rng = np.random.default_rng(3)
+    medians = [np.median(rng.normal(1, 0.05, 9)) for _ in range(4000)]
+    samples = [rng.normal(1, 0.05, 9) for _ in range(400)]
+    told = [Cost(median=float(np.median(s)), low=s.min(), high=s.max(), n=9).standard_error for s in samples]
+    assert np.median(told) == pytest.approx(np.std(medians), rel=0.25)
+    quiet, noisy = steps({8: 1.0}, {8: 1.0}), PhaseSteps(whole=series({8: 1.0}, 0.2), overlap=series({8: 1.0}, 0.2))
+    assert 0.01 <= quiet.margin < noisy.margin == noisy.costs().margin < 0.1
+    assert PhaseSteps(whole=series({8: 1.0}, 0.9), overlap=series({8: 1.0}, 0.9)).margin == 0.1
 
 
 def broken(change) -> str:
