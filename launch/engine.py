@@ -22,6 +22,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -32,15 +33,19 @@ from torch import Tensor
 from dbo.agreement import Agreement, BatchPlan, PendingPlan, Vote
 from dbo.config import DBOConfig
 from dbo.errors import DBOError, StepTimeout
+from dbo.graphs.mode import CUDAGraphMode
+from dbo.offload import Offloader
 from dbo.policy import Auto, Correction, Policy, StepCosts, Tuner, make_policy
 from dbo.runner import UBatchRunner
 from dbo.slices import can_cut, make_slices, pad_batch, split_batch
 from dbo.trace import Tracer
+from launch.graphs import Graphs
+from launch.inputs import Inputs
+from launch.inputs import wait_event as wait_event
 from launch.mesh import Mesh
 from launch.sampling import sample, top_logprobs
 from launch.scheduler import Chunk, Limits, Request, Schedule, Scheduler
 from moe.all2all.base import All2All, CannotRecall
-from moe.batch import ForwardBatch
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
 from moe.sms import make_partition
@@ -201,73 +206,6 @@ def _whom(late: Mapping[int, str]) -> str:
     return ", ".join(late.values()) or "a message: all ranks wait, so one is under way or lost"
 
 
-def wait_event(event: torch.cuda.Event, check: Callable[[], None]) -> None:
-    """Wait for the device on the host, calling `check`, which raises to give up: a collective may never end."""
-    while not event.query():
-        check()
-        time.sleep(20e-6)
-
-
-class Inputs:
-    """Memory for the inputs of a step, at fixed addresses: filled on the host, copied without waiting for it."""
-
-    def __init__(self, limits: Limits, device: torch.device, check: Callable[[], None]):
-        max_blocks = -(-limits.max_request_tokens // limits.block_size)
-        num_requests = min(limits.max_num_seqs, limits.max_num_tokens)
-        self._block_size, self._check = limits.block_size, check
-        self._tokens = _Mirror((3, limits.max_num_tokens), torch.int64, device)  # input_ids, positions, slot_mapping
-        self._tables = _Mirror((num_requests, max_blocks), torch.int32, device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-
-    def build(self, schedule: Schedule, plan: BatchPlan) -> ForwardBatch:
-        """The batch of a step. The tokens of the step before must have been committed."""
-        if self._copied is not None:
-            wait_event(self._copied, self._check)  # the copies of the last step read the memory that is filled now
-        self._fill(schedule)
-        num_tokens, num_requests = schedule.num_tokens, len(schedule.chunks)
-        width = max((len(chunk.blocks) for chunk in schedule.chunks), default=1)
-        tokens = self._tokens.copy(slice(None), slice(num_tokens))
-        tables = self._tables.copy(slice(num_requests), slice(width))
-        if self._copied is not None:
-            self._copied.record()
-        return ForwardBatch(
-            input_ids=tokens[0],
-            positions=tokens[1],
-            slot_mapping=tokens[2],
-            block_tables=tables,
-            query_lens=schedule.query_lens,
-            seq_lens=schedule.seq_lens,
-            num_tokens=num_tokens,
-            num_tokens_per_rank=plan.num_tokens_per_rank,
-        )
-
-    def _fill(self, schedule: Schedule) -> None:
-        chunks, query_lens, num_tokens = schedule.chunks, schedule.query_lens, schedule.num_tokens
-        for table, chunk in zip(self._tables.host, chunks, strict=False):
-            table[: len(chunk.blocks)] = np.frombuffer(chunk.blocks, dtype=np.int32)
-        starts = schedule.seq_lens - np.cumsum(query_lens)  # of a request, less the row of its first token
-        at = np.arange(num_tokens) + np.repeat(starts, query_lens)
-        blocks = self._tables.host[np.repeat(np.arange(len(chunks)), query_lens), at // self._block_size]
-        input_ids, positions, slots = self._tokens.host[:, :num_tokens]
-        input_ids[:] = [t for c in chunks for t in c.request.token_ids(c.start, c.start + c.num_tokens)]
-        positions[:] = at
-        slots[:] = blocks * np.int64(self._block_size) + at % self._block_size
-
-
-class _Mirror:
-    """A host array and its copy on the device; one and the same memory on the CPU."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        pinned = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._pinned, self._device = pinned, pinned if device.type == "cpu" else torch.zeros_like(pinned, device=device)
-        self.host = pinned.numpy()
-
-    def copy(self, *part: slice) -> Tensor:
-        """A part of the device's copy, brought up to date; does not wait."""
-        to = self._device[part]
-        return to if to.is_cpu else to.copy_(self._pinned[part], non_blocking=True)
-
-
 class Engine:
     """A loaded model, its KV cache and the ranks around it.
 
@@ -280,6 +218,8 @@ class Engine:
         self.costs: StepCosts | None = None  # of this model on these ranks: what overlap="auto" decides by
         self.tracer: Tracer | None = None  # changed between runs only; with one, every step records who ran when
         self.outstanding: str | None = None  # what a failed step left on the device and nobody can recall
+        self.graphs: Graphs | None = None  # steps run from them where they can
+        self.offloader: Offloader | None = None
         self._inputs = Inputs(limits, mesh.device, clock.check)
         self._runners: dict[tuple[str, int, Tracer | None], UBatchRunner] = {}
 
@@ -310,7 +250,8 @@ class Engine:
         """
         forward = forward or self.forward
         run = _Run(self, dbo, observer or Unobserved(), num_logprobs, early_votes, sampler, forward, policy, tuner)
-        return run.run(requests, num_rows)
+        with nullcontext() if self.graphs is None else self.graphs.stream():
+            return run.run(requests, num_rows)
 
     def runner(self, dbo: DBOConfig) -> UBatchRunner:
         """The kept runner for these settings."""
@@ -328,6 +269,22 @@ class Engine:
 
     def forward(self, schedule: Schedule, plan: BatchPlan, dbo: DBOConfig) -> Tensor:
         """Hidden states [num_tokens, hidden] of a step's tokens, run as planned; does not wait for the device."""
+        if self.graphs is not None:
+            plan, mode, descriptor = self.graphs.settle(plan, dbo)
+            if mode is not CUDAGraphMode.NONE and self.tracer is None:
+                return self.graphs.run(schedule, plan, mode, descriptor)
+        if self.offloader is not None:
+            self.offloader.sync_prev_onload()
+        hidden = self._forward_eagerly(schedule, plan, dbo)
+        if self.offloader is not None:
+            self.offloader.join_after_forward()
+        return hidden
+
+    def check(self) -> None:
+        """What waits of a step call; raises to abandon them."""
+        self.clock.check()
+
+    def _forward_eagerly(self, schedule: Schedule, plan: BatchPlan, dbo: DBOConfig) -> Tensor:
         batch = self._inputs.build(schedule, plan)
         if plan.num_tokens_padded is not None:
             batch = pad_batch(batch, plan.num_tokens_padded)
@@ -367,6 +324,8 @@ class Engine:
         if self.outstanding is not None:
             signal.alarm(EXIT_LIMIT_S)
             self.mesh.renew(must_exit=self.outstanding)
+        if self.graphs is not None:
+            self.graphs.close()
         self.all2all.close()
         for runner in self._runners.values():
             runner.close()
@@ -472,8 +431,12 @@ class _Run:
         while self._arriving and self._arriving[0].arrival_s <= elapsed_s:
             self.scheduler.add(self._arriving.popleft())
         schedule = self.scheduler.schedule()
+        graphs = self.engine.graphs
+        graph_mode, num_tokens_padded = (0, 0) if graphs is None else graphs.vote(schedule)
         vote = EngineVote(
             num_tokens=schedule.num_tokens,
+            num_tokens_padded=num_tokens_padded,
+            graph_mode=graph_mode,
             uniform_decode=schedule.uniform_decode,
             can_cut=can_cut(schedule.query_lens, self.dbo, seq_lens=schedule.seq_lens),
             finished=not (schedule.chunks or self.scheduler.has_work or self._arriving),

@@ -9,6 +9,7 @@ Invariant: graphs are captured for one setting of the overlap; a step under anot
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -107,6 +108,7 @@ class Graphs:
         )
         threads = num > 1 and dbo.driver == "threads"
         self.pool = GraphPool(backend, mode="relaxed" if threads else "thread_local", debug=debug)
+        self.steps: Counter[tuple[CUDAGraphMode, int]] = Counter()  # by mode and number of ubatches, those from graphs
         self._step = UBatchStep(self._model, engine.runner(dbo), interleave=dbo.interleave)
         self._wrapped = CUDAGraphWrapper(self._forward, self.pool)
 
@@ -153,6 +155,7 @@ class Graphs:
         """Hidden states [num_tokens, hidden] of a settled step, valid until the next one; does not wait."""
         slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
         parts = self._inputs.build(schedule, slices, descriptor)
+        self.steps[mode, descriptor.num_ubatches] += 1
         with step_context(mode, descriptor), self._partition(descriptor):
             return self._run(parts)[: schedule.num_tokens]
 

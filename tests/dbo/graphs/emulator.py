@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dbo.graphs.backend import ErrorMode
 
@@ -43,7 +43,7 @@ class EmulatedGraph:
             for operator, args, kwargs, result in self.operators:
                 fresh = operator(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(fresh), strict=True):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    if isinstance(old, Tensor) and _storage(old) != _storage(new):
                         old.copy_(new)
 
     def reset(self) -> None:
@@ -156,18 +156,26 @@ class _Recorder(TorchDispatchMode):
         schema = operator._schema
         writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
         if writes:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            result: Any = tuple(given[argument.name] for argument in writes) if schema.returns else None
+            named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+            result: Any = tuple(named[argument.name] for argument in writes) if schema.returns else None
             result = result[0] if result is not None and len(result) == 1 else result
         else:
             result = operator(*args, **kwargs)
-            if any(argument.alias_info for argument in schema.arguments):
-                return result  # a view: an address, not work
-            tree_map_only(Tensor, _forget, result)
+            given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+            fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _storage(t) not in given]
+            if not fresh:
+                return result  # views: addresses, not work
+            for tensor in fresh:
+                _forget(tensor)
         graph.operators.append((operator, args, kwargs, result))
         return result
 
 
-def _forget(tensor: Tensor) -> Tensor:
+def _storage(tensor: Tensor) -> int:
+    packed = tensor.layout is not torch.strided  # a weight in a layout of its own
+    return id(tensor) if packed else tensor.untyped_storage().data_ptr()
+
+
+def _forget(tensor: Tensor) -> None:
     """Make it memory that nobody wrote."""
-    return tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
