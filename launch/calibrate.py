@@ -82,7 +82,11 @@ LEAST_ROUNDS = 3
 SPLIT_ROUNDS = 3  # the arm that decides nothing
 DECODE_STEPS = 4  # of each arm in one measurement
 UNEVEN = 0.6  # tokens of the other ranks over rank 0's, to measure skew
-COPIES: Mapping[str, Copies] = {"deepep_ll": "expert", "deepep_ht": "node", "deepep": "node"}
+COPIES: Mapping[str, Mapping[Phase, Copies]] = {
+    "deepep_ll": {"prefill": "expert", "decode": "expert"},
+    "deepep_ht": {"prefill": "node", "decode": "node"},
+    "deepep": {"prefill": "node", "decode": "expert"},
+}
 
 Arm = Literal["whole", "split", "overlap"]
 
@@ -245,10 +249,10 @@ class Calibration:
             packing=packing,
             messages=messages,
             fixed={phase: steps[phase].whole for phase in PHASES},  # until what layers take is known
-            sm_tax=0.0,
+            sm_tax=dict.fromkeys(PHASES, 0.0),
             dispatch_bytes=per_copy[0],
             combine_bytes=per_copy[1],
-            copies=COPIES.get(self.engine.all2all.name, "rank"),
+            copies=COPIES.get(self.engine.all2all.name, dict.fromkeys(PHASES, "rank")),
         )
         shape = Shape.of(setup_of(self.engine, self.dbo).model)
         return Profile(
@@ -598,8 +602,8 @@ def describe(profile: Profile) -> str:
             lines.append(f"{phase:>12} {n:>9} {cells[0]:>22} {cells[1]:>22} {whole.median / overlap.median:>15.2f}x")
     link = measured_link(profile.layer, Shape.of(setup.model), setup.ranks)
     if link is not None:
+        slower = ", ".join(f"{1 + tax:.2f}x in {phase}" for phase, tax in profile.layer.sm_tax.items())
         lines.append(
-            f"messages: {link.latency_us:.0f} us + bytes at {link.bandwidth_gbs:.3g} GB/s; compute "
-            f"{1 + profile.layer.sm_tax:.2f}x as long meanwhile"
+            f"messages: {link.latency_us:.0f} us + bytes at {link.bandwidth_gbs:.3g} GB/s; they slow compute: {slower}"
         )
     return "\n".join([*lines, *profile.notes])

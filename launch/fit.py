@@ -5,10 +5,10 @@ Its own file because these fits are mathematics on finished curves, for `calibra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-
-import numpy as np
+from functools import partial
 
 from dbo.policy import Curve
 from launch.predict import Cluster, Link, Predictor, Shape, fit_link, remote_copies
@@ -33,7 +33,7 @@ def measured_link(layer: LayerCosts, shape: Shape, ranks: int) -> Link | None:
         return None
     local = Link(name="measured", bandwidth_gbs=1.0, latency_us=0.0)
     cluster = Cluster(ep=ranks, gpus_per_node=ranks, link=local, node_link=local)
-    copies = sum(remote_copies(shape, cluster, layer.copies))
+    copies = sum(remote_copies(shape, cluster, layer.copies["prefill"]))
     both = (layer.dispatch_bytes + layer.combine_bytes) / 2
     num_bytes = [n * copies * both for n in layer.messages.tokens]  # of one message
     return fit_link("measured", num_bytes, [cost.median * 1e3 / 2 for cost in layer.messages.costs])
@@ -67,12 +67,13 @@ def fit_rest(
     if ranks < 2:
         return complete
 
-    def errors(tax: float) -> Iterator[float]:
-        taxed = predictor(replace(complete, sm_tax=tax))
-        for phase in PHASES:
-            overlap = steps[phase].overlap
-            for n, cost in zip(overlap.tokens, overlap.costs, strict=True):
-                yield float(np.log(taxed.overlap_ms(phase, n, num_ubatches) / cost.median) ** 2)
+    def error(phase: Phase, tax: float) -> float:
+        taxed = predictor(replace(complete, sm_tax=dict.fromkeys(PHASES, tax)))
+        overlap = steps[phase].overlap
+        return sum(
+            math.log(taxed.overlap_ms(phase, n, num_ubatches) / cost.median) ** 2
+            for n, cost in zip(overlap.tokens, overlap.costs, strict=True)
+        )
 
     taxes = [i / 50 for i in range(101)]
-    return replace(complete, sm_tax=min(taxes, key=lambda tax: sum(errors(tax))))
+    return replace(complete, sm_tax={phase: min(taxes, key=partial(error, phase)) for phase in PHASES})

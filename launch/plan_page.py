@@ -28,7 +28,7 @@ h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin: 2re
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 figure { margin: .75rem 0; } svg { display: block; width: 100%; height: auto; min-width: 30rem; max-width: 48rem; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.soft { fill: var(--soft); }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg text.soft { fill: var(--soft); font-size: 12px; }
 .axis { stroke: var(--line); } .whole { stroke: var(--whole); } .overlap { stroke: var(--overlap); }
 polyline { fill: none; stroke-width: 2; } .whole.dash { stroke-dasharray: 6 4; }
 polygon { stroke: none; opacity: .18; } polygon.whole { fill: var(--whole); } polygon.overlap { fill: var(--overlap); }
@@ -41,7 +41,7 @@ pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 
 def page(plan: Plan) -> str:
     """The whole file."""
-    title = f"Plan: {plan.model}, {plan.origin} costs"
+    title = f"Plan: {plan.source}, {plan.origin} costs"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -54,7 +54,7 @@ def page(plan: Plan) -> str:
 
 def _parts(plan: Plan, title: str) -> Iterator[Markup]:
     yield tag("h1", title)
-    yield tag("p", f"From {plan.source}; {plan.num_ubatches} ubatches.", class_="soft")
+    yield tag("p", f"{plan.model}, {plan.num_ubatches} ubatches", class_="soft")
     yield tag("ul", *(tag("li", sentence) for sentence in plan.sentences()))
     for (phase, ep), points in _groups(plan).items():
         yield tag("h2", f"{phase.capitalize()}, EP {ep}")
@@ -151,7 +151,7 @@ def _axes(x: _Scale, y: _Scale, tokens: Sequence[int], rates: Sequence[float]) -
     low, high = min(rates), max(rates)
     for share in (0.0, 0.5, 1.0):
         rate = low * (high / low) ** share
-        yield _text(_LEFT - 6, y.at(rate) + 4, f"{rate:.3g}", "end", "soft")
+        yield _text(_LEFT - 6, y.at(rate) + 4, f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}", "end", "soft")
         yield tag("line", x1=_LEFT, y1=f"{y.at(rate):.1f}", x2=_WIDTH - _RIGHT, y2=f"{y.at(rate):.1f}", class_="axis")
 
 

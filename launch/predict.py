@@ -191,8 +191,8 @@ class Predictor:
     def layer(self, phase: Phase, num_tokens: float) -> LayerTimes:
         """One layer over so many tokens of each rank."""
         load = busiest(self.shape, self.cluster, num_tokens)
-        near, far = remote_copies(self.shape, self.cluster, self.costs.copies)
-        packing = self._packing_us(num_tokens, near + far)
+        near, far = remote_copies(self.shape, self.cluster, self.costs.copies[phase])
+        packing = self._packing_us(phase, num_tokens, near + far)
 
         def taken(bytes_per_copy: int) -> float:
             return max(
@@ -221,7 +221,7 @@ class Predictor:
         part = num_tokens / num_ubatches
         layer = self.layer(phase, part)
         dense = _us(self.costs.attention[phase], part) * num_ubatches
-        moe = overlapped_us(layer, self.shape.num_moe_layers, num_ubatches, self.costs.sm_tax)
+        moe = overlapped_us(layer, self.shape.num_moe_layers, num_ubatches, self.costs.sm_tax[phase])
         return (moe + self.shape.num_dense_layers * dense) / 1e3 + self._fixed_ms(phase, num_tokens)
 
     def crossover(self, phase: Phase, tokens: Sequence[int], num_ubatches: int = 2) -> float | None:
@@ -251,7 +251,7 @@ class Predictor:
                 costs,
                 attention={phase: _scaled(series, compute) for phase, series in costs.attention.items()},
                 experts=tuple(replace(each, costs=_scaled(each.costs, compute)) for each in costs.experts),
-                sm_tax=costs.sm_tax * scale["tax"],
+                sm_tax={phase: tax * scale["tax"] for phase, tax in costs.sm_tax.items()},
                 min_latency_us=costs.min_latency_us * scale["latency"],
             ),
             cluster=replace(
@@ -262,12 +262,13 @@ class Predictor:
     def _fixed_ms(self, phase: Phase, num_tokens: float) -> float:
         return self.costs.fixed[phase].curve().at(num_tokens)
 
-    def _packing_us(self, num_tokens: float, copies: float) -> float:
+    def _packing_us(self, phase: Phase, num_tokens: float, copies: float) -> float:
         """Rows packed grow with the copies that leave."""
         if self.costs.packing is None:
             return 0.0
         there = replace(self.cluster, ep=max(self.measured_ranks, 2), redundant_experts=0)
-        return _us(self.costs.packing, num_tokens) * copies / sum(remote_copies(self.shape, there, self.costs.copies))
+        measured = sum(remote_copies(self.shape, there, self.costs.copies[phase]))
+        return _us(self.costs.packing, num_tokens) * copies / measured
 
     def _experts_us(self, num_tokens: float) -> float:
         """Between measured numbers of local experts: a straight line. Never outside."""

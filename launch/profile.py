@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from dbo.errors import ConfigError
 from dbo.policy import MARGIN, ArmCosts, Curve, StepCosts
@@ -124,17 +124,23 @@ class LayerCosts:
     packing: Series | None  # the processor's part of a dispatch and a combine together; None where the device does it
     messages: Series | None  # of a dispatch and a combine together, in flight; None if no other rank was there
     fixed: Mapping[Phase, Series]  # the rest of a whole step: embedding, head, sampling, agreement
-    sm_tax: float  # share by which compute slows down while messages travel
+    sm_tax: Mapping[Phase, float]  # share by which compute slows down while messages travel
     dispatch_bytes: int  # of one copy of a token
     combine_bytes: int
-    copies: Copies  # one to each rank that is chosen, to each expert, or to each node
+    copies: Mapping[Phase, Copies]  # one to each rank that is chosen, to each expert, or to each node
     min_latency_us: float = 0.0  # of one message besides that of the link: launches, notification
 
     def __post_init__(self) -> None:
-        if not self.experts or not 0 <= self.sm_tax < math.inf or set(self.attention) != set(PHASES):
-            raise ConfigError("layer", "costs", "experts, a tax of 0 or more, and both phases", "")
-        if set(self.fixed) != set(PHASES):
-            raise ConfigError("layer.fixed", sorted(self.fixed), "both phases", "")
+        if not self.experts:
+            raise ConfigError("layer.experts", "none", "one measured number of local experts or more", "")
+        for name in ("attention", "fixed", "sm_tax", "copies"):
+            if set(getattr(self, name)) != set(PHASES):
+                raise ConfigError(f"layer.{name}", sorted(getattr(self, name)), "both phases", "")
+        for phase in PHASES:
+            if not 0 <= self.sm_tax[phase] < math.inf:
+                raise ConfigError("layer.sm_tax", self.sm_tax[phase], "0 or more", "")
+            if self.copies[phase] not in get_args(Copies):
+                raise ConfigError("layer.copies", self.copies[phase], ", ".join(get_args(Copies)), "")
 
     def fixed_tokens(self, phase: Phase) -> list[int]:
         """The sizes of whole steps that were measured, or else those of attention."""

@@ -36,6 +36,7 @@ class Device:
     fp8_factor: float  # how much faster products of 8-bit numbers are
     kernel_us: float  # what a kernel of a graph takes beside its work
     tile_rows: int  # rows an expert's product is rounded up to
+    sms: int
     host_ms: float  # of a step, that no graph hides
 
 
@@ -45,10 +46,11 @@ DEVICES = {
     # fast as 16-bit ones (the ratio of the data sheet), 4 us a kernel, 1 ms of host time a step.
     "h200": Device(
         name="h200", memory_gbs=4054, dense_tflops=784, grouped_tflops=568, attention_tflops=568, fp8_factor=2.0,
-        kernel_us=4.0, tile_rows=64, host_ms=1.0,
+        kernel_us=4.0, tile_rows=64, sms=132, host_ms=1.0,
     ),
 }  # fmt: skip
 
+HT_SMS = 20  # of DeepEP's normal kernels, which carry prefill
 LL_KERNEL_US = 10.0  # DeepEP's low-latency dispatch and combine at 128 tokens take 43 us, 26 of them for the bytes
 
 
@@ -119,7 +121,7 @@ def derive(shape: str, hardware: str, *, context: int, prompt_tokens: int, comma
             model=fingerprint(model),
             ranks=1,
             device=f"{hardware} (derived)",
-            all2all="deepep_ll",
+            all2all="deepep",
             num_ubatches=2,
             driver="greenlet",
             cut="tokens",
@@ -137,18 +139,19 @@ def derive(shape: str, hardware: str, *, context: int, prompt_tokens: int, comma
                 ExpertCosts(num_local_experts=e, costs=_series(EXPERT_TOKENS, partial(parts.experts_us, e)))
                 for e in counts
             ),
-            packing=_series(EXPERT_TOKENS, parts.packing_us),
+            packing=None,
             messages=None,
             fixed=dict.fromkeys(("prefill", "decode"), _series((1,), lambda _: parts.step_us())),
-            sm_tax=0.0,
+            sm_tax={"prefill": HT_SMS / (device.sms - HT_SMS), "decode": 0.0},
             dispatch_bytes=sizes.dispatch_bytes,
             combine_bytes=sizes.combine_bytes,
-            copies="expert",
+            copies={"prefill": "node", "decode": "expert"},
             min_latency_us=LL_KERNEL_US,
         ),
         notes=(
             f"derived, not measured: {shape} on {hardware}, {context} tokens of context in decode, prompts of "
-            f"{prompt_tokens} tokens, low-latency kernels (a copy of a token to every expert it chose)",
+            f"{prompt_tokens} tokens; decode over low-latency kernels (a copy of a token to every expert it chose), "
+            f"prefill over normal ones (a copy to every node, {HT_SMS} SMs)",
         ),
     )
 
@@ -172,7 +175,13 @@ class _Parts:
         attention = self._longer(
             kv_bytes, seen * (s.decode_ops if decode else s.prefill_ops), self._device.attention_tflops
         )
-        return projections + attention + s.attention_kernels * self._device.kernel_us
+        sending = self._messages_us(num_tokens) if decode else 0.0
+        return projections + attention + sending + s.attention_kernels * self._device.kernel_us
+
+    def _messages_us(self, num_tokens: float) -> float:
+        """The low-latency kernels that send and receive: they fill the device while they run, so compute waits."""
+        moved = 2 * num_tokens * self._model.num_topk * (self._sizes.dispatch_bytes + self._sizes.combine_bytes)
+        return moved / (self._device.memory_gbs * 1e3) + 4 * self._device.kernel_us
 
     def experts_us(self, num_local_experts: int, num_tokens: float) -> float:
         """Two grouped products and what lies between, over the rows that arrive."""
@@ -183,12 +192,6 @@ class _Parts:
         moved = rows * (c.hidden * 3 + c.expert_width * 6)  # in, out and between, 8 or 16 bits each
         weights = min(num_local_experts, rows) * params * self._sizes.weight_bytes
         return self._longer(weights + moved, 2 * params * padded, self._grouped) + 4 * self._device.kernel_us
-
-    def packing_us(self, num_tokens: float) -> float:
-        """Sending and receiving kernels of both messages: they fill the device while they run."""
-        copies = num_tokens * self._model.num_topk
-        moved = 2 * copies * (self._sizes.dispatch_bytes + self._sizes.combine_bytes)
-        return moved / (self._device.memory_gbs * 1e3) + 4 * self._device.kernel_us
 
     def step_us(self) -> float:
         """What a step has beside its layers."""

@@ -17,6 +17,9 @@ def flat(ms: float) -> Series:
     return series({1: ms})
 
 
+RANK = {"prefill": "rank", "decode": "rank"}
+
+
 def layer(**changes) -> LayerCosts:
     """40 us of attention, 20 of experts, messages of 1000 bytes a copy, 1 ms beside layers."""
     return LayerCosts(
@@ -26,10 +29,10 @@ def layer(**changes) -> LayerCosts:
             "packing": None,
             "messages": None,
             "fixed": {"prefill": flat(1.0), "decode": flat(1.0)},
-            "sm_tax": 0.0,
+            "sm_tax": {"prefill": 0.0, "decode": 0.0},
             "dispatch_bytes": 1000,
             "combine_bytes": 1000,
-            "copies": "expert",
+            "copies": {"prefill": "expert", "decode": "expert"},
             **changes,
         }
     )

@@ -13,7 +13,7 @@ from launch.__main__ import main
 from launch.plan import draws, self_check
 from launch.predict import Shape
 from launch.profile import read_profile, write_profile
-from tests.launch.profiles import flat, layer, profile, series, steps
+from tests.launch.profiles import RANK, flat, layer, profile, series, steps
 
 DEEPSEEK = ["--shape", "deepseek-v3", "--phase", "decode", "--ep", "72", "--redundant-experts", "32"]
 
@@ -34,7 +34,7 @@ def plan(capsys):
 def measured(tmp_path) -> str:
     """The file of a measured profile whose attention grows, and a link of 0.2 GB/s."""
     growing = {phase: series({1: 0.02, 512: 2.0}) for phase in ("prefill", "decode")}
-    costs = layer(attention=growing, messages=series({n: 0.04 + n * 0.01 for n in (1, 64, 512)}), copies="rank")
+    costs = layer(attention=growing, messages=series({n: 0.04 + n * 0.01 for n in (1, 64, 512)}), copies=RANK)
     file = tmp_path / "profile.json"
     write_profile(profile(layer_costs=costs), file)
     return str(file)
@@ -157,7 +157,7 @@ def test_the_model_is_checked_against_the_profile_s_own_steps():
     made = profile()
     assert self_check(made, Shape.of(made.setup.model)) is None  # no messages measured
     costs = layer(
-        messages=series({1: 0.02, 64: 0.15}), copies="rank", fixed={p: flat(1.0) for p in ("prefill", "decode")}
+        messages=series({1: 0.02, 64: 0.15}), copies=RANK, fixed={p: flat(1.0) for p in ("prefill", "decode")}
     )
     right = {n: 0.0 for n in (8, 64)}
     made = profile(layer_costs=costs)

@@ -26,7 +26,7 @@ from launch.predict import (
     remote_copies,
 )
 from launch.profile import ExpertCosts
-from tests.launch.profiles import MODEL, flat, layer, series, steps
+from tests.launch.profiles import MODEL, RANK, flat, layer, series, steps
 
 SHAPE = Shape.of(MODEL)
 FREE = Link(name="free", bandwidth_gbs=1e9, latency_us=0.0)
@@ -223,8 +223,8 @@ def test_what_is_fitted_explains_what_was_measured():
     sizes = (8, 32, 128)
     copies = 1 - 12 / 56
     truth = layer(
-        copies="rank",
-        sm_tax=0.3,
+        copies=RANK,
+        sm_tax={"prefill": 0.3, "decode": 0.1},
         fixed={phase: flat(2.0) for phase in ("prefill", "decode")},
         messages=series({n: 2 * link.time_us(n * copies * 1000) / 1e3 for n in sizes}),
         attention={phase: series({4: 0.05, 128: 1.0}) for phase in ("prefill", "decode")},
@@ -242,8 +242,8 @@ def test_what_is_fitted_explains_what_was_measured():
         )
         for phase in ("prefill", "decode")
     }  # fmt: skip
-    fitted = fit_rest(layer(copies="rank", messages=truth.messages, attention=truth.attention), SHAPE, phases, 2, 2)
-    assert fitted.sm_tax == pytest.approx(0.3)
+    fitted = fit_rest(layer(copies=RANK, messages=truth.messages, attention=truth.attention), SHAPE, phases, 2, 2)
+    assert fitted.sm_tax == pytest.approx({"prefill": 0.3, "decode": 0.1})
     assert fitted.fixed["decode"].curve().at(32) == pytest.approx(2.0)
 
 
