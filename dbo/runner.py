@@ -43,7 +43,7 @@ from dbo.trace import Tracer
 A = TypeVar("A")
 T = TypeVar("T")
 
-_DRIVERS: dict[str, Callable[[int], Driver]] = {"threads": ThreadDriver, "greenlet": GreenletDriver}
+_DRIVERS = ("threads", "greenlet")
 
 # How long a step that failed may take to unwind before the runner gives up on a ubatch that does not come back.
 _UNWIND_S = 5.0
@@ -149,7 +149,7 @@ class UBatchRunner:
         self._timeout_s = step_timeout_s
         self._busy = False
         self._state: TorchState | None = None
-        self._driver = _DRIVERS[driver](num_ubatches)
+        self._driver = self._make_driver(driver)
         self._contexts: list[UBatchContext] = []
         self._step = Step(self._driver, self._contexts)
         comm = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -230,6 +230,11 @@ class UBatchRunner:
         except BaseException as error:  # whatever a signal handler raised while this thread was parked
             step.fail(error, f"rank {self._rank}, in the caller, interrupted; {step.positions()}")
         driver.settle(_UNWIND_S)
+
+    def _make_driver(self, name: str) -> Driver:
+        if name == "greenlet":
+            return GreenletDriver(self.num_ubatches)
+        return ThreadDriver(self.num_ubatches, one_core=self._device.type == "cuda")
 
     def _caller_state(self) -> TorchState:
         if self._state is None or not self._state.exact():

@@ -4,6 +4,11 @@ A file of its own, like each driver. A raw lock is the cheapest thing that parks
 where `threading.Event` needs a condition with a lock of its own. Nothing is started, joined or allocated in a step,
 and there is no barrier: a ubatch thread starts with its first turn.
 
+With `one_core` the ubatches run on the core that the caller leaves when it parks. A turn then wakes a thread on a core
+that is awake: on another one, asleep for as long as the sibling ran, waking takes a virtual machine up to hundreds of
+microseconds. For devices where a ubatch's own thread is all the host does; one that computes with more threads needs
+its cores.
+
 Invariants:
 - Every lock is held (taken) while its owner runs or somebody else has the turn; a release is the turn itself, so there
   is at most one free lock among the turns and `_done`, and never two running.
@@ -13,6 +18,8 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from _thread import LockType, allocate_lock
@@ -28,7 +35,10 @@ class ThreadDriver:
 
     own_threads = True
 
-    def __init__(self, num_ubatches: int) -> None:
+    def __init__(self, num_ubatches: int, *, one_core: bool = False) -> None:
+        self.one_core = one_core and hasattr(os, "sched_setaffinity")
+        self._core_of_caller = ctypes.CDLL(None).sched_getcpu if self.one_core else lambda: -1
+        self._core: int | None = None
         self._turns = [_taken_lock() for _ in range(num_ubatches)]
         self._done = _taken_lock()
         self._running = False
@@ -44,6 +54,8 @@ class ThreadDriver:
 
     def run(self, body: Body, state: TorchState, timeout_s: float) -> bool:
         """See `Driver.run`. `body` puts `state` into force itself; a thread keeps it from turn to turn."""
+        if self.one_core:
+            self._follow_caller()
         self._body = body
         self._left_early = True
         self._running = True  # these two lines must stay together, see the invariants
@@ -80,6 +92,14 @@ class ThreadDriver:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _follow_caller(self) -> None:
+        """Move the threads to this thread's core: a call that is cheap where they are there already."""
+        core = self._core_of_caller()
+        if core >= 0 and core != self._core:
+            for thread in self._threads:
+                os.sched_setaffinity(thread.native_id or 0, {core})
+            self._core = core
 
     def _end(self) -> None:
         if self._end_once.acquire(blocking=False):
