@@ -17,6 +17,7 @@ takes seconds at most, even when the other ranks are gone.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import signal
@@ -323,10 +324,24 @@ def _is_here(address: str) -> bool:
     return False
 
 
+def _bound(address: str, port: int) -> int | None:
+    """A socket at this address and no other, None for a name."""
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        return None
+    with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        return listener.detach()
+
+
 def connect_store(place: Place, limit_s: float, *, keeps: bool = False) -> TCPStore:
     """A client of the job's store, which lives in the launcher or, with `keeps`, in this process.
 
-    Its operations fail when the store's host is silent for `STORE_SILENCE_LIMIT_S`. Raises RendezvousError.
+    A store kept here listens on `place.address` alone if that is an IP address, and on all if it is a name, which hosts
+    may read differently. Its operations fail when the store's host is silent for `STORE_SILENCE_LIMIT_S`. Raises
+    RendezvousError.
     """
     before = open_connections()
     try:
@@ -336,6 +351,7 @@ def connect_store(place: Place, limit_s: float, *, keeps: bool = False) -> TCPSt
             is_master=keeps,
             timeout=timedelta(seconds=limit_s),
             wait_for_workers=False,
+            master_listen_fd=_bound(place.address, place.port) if keeps else None,
         )
     except Exception as error:
         role = "opened" if keeps else "reached"

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dbo.errors import ConfigError, PeerFailed
-from launch.mesh import Mesh, RendezvousError, choose_device, first_node, read_place
+from launch.mesh import Mesh, Place, RendezvousError, choose_device, connect_store, first_node, read_place
 from tests.ranks import REPOSITORY, kill_tree
 
 TORCHRUN = {
@@ -297,6 +298,24 @@ def test_a_killed_rank_is_named_within_seconds(killed):
         assert said, output
         assert "ended without a word" in said[0] or (killed == 0 and "is lost" in said[0])
     assert f"ended with {[-9 if rank == killed else 0 for rank in range(3)]}" in output
+
+
+def listening_addresses(port: int) -> list[str]:
+    """Of sockets in state LISTEN (0A) of the kernel's tables, as hexadecimal."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+
+def test_a_store_kept_by_rank_0_listens_at_its_address_alone():
+    place = Place(
+        rank=0, world_size=1, local_rank=0, local_world_size=1,
+        address="127.0.0.1", port=free_port(), launcher_keeps_store=False,
+    )  # fmt: skip
+    store = connect_store(place, 5, keeps=True)
+    assert listening_addresses(place.port) == ["0100007F"]
+    with pytest.raises(RendezvousError, match=r"could not be opened .*in use"):
+        connect_store(place, 5, keeps=True)
+    del store
 
 
 def test_sigterm_on_one_rank_reaches_the_others_with_its_cause():
