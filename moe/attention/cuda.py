@@ -9,6 +9,9 @@ lengths that it already has:
     whole prompts of several lengths     torch's variable-length flash attention on the packed rows
     the rest (continued prompts)         the same, over keys gathered from the cache
 
+A batch with `fixed` inputs, of which a graph may be captured, takes the first way or the last one, with nothing read on
+the host: lengths come from the device, grids are laid out for the most requests and the longest ones.
+
 Invariants: leading decodes and the prompts after them are two parts, so a mixture costs two launches; nothing waits
 for the device; keys and values are in the cache before anything reads them there.
 """
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.slices import IntArray
-from moe.batch import ForwardBatch
+from moe.batch import FixedInputs, ForwardBatch
 from moe.config import ModelConfig
 from moe.kernels.paged_decode import paged_decode
 from moe.kernels.rope import rotate_and_cache
@@ -37,8 +40,16 @@ _MAX_SPLITS = 16
 class CudaAttention:
     """An `AttentionPlan`."""
 
+    captures = "all"
+
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
         self._config, self._batch, self._kv = config, batch, kv
+        self._dense_length: int | None = None
+        self._slots: Tensor | None = None
+        self._num_rows = batch.num_tokens
+        if batch.fixed is not None:
+            self._plan_fixed(batch.fixed)
+            return
         device = batch.input_ids.device
         num_requests = int(np.count_nonzero(batch.query_lens))  # padding comes last
         query_lens, seq_lens = batch.query_lens[:num_requests], batch.seq_lens[:num_requests]
@@ -62,7 +73,7 @@ class CudaAttention:
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """See `AttentionPlan.attend`; qkv is overwritten."""
-        c, end, start = self._config, self._batch.num_tokens, self._num_decodes
+        c, end, start = self._config, self._num_rows, self._num_decodes
         keys, values = self._kv.layer(layer)
         rotate_and_cache(
             qkv,
@@ -126,6 +137,17 @@ class CudaAttention:
         )[0]
         return result
 
+    def _plan_fixed(self, fixed: FixedInputs) -> None:
+        self._num_rows = self._batch.input_ids.shape[0]
+        self._seq_lens, self._query_ends, self._key_ends = fixed.seq_lens, fixed.query_ends, fixed.key_ends
+        self._num_decodes = self._num_rows if fixed.uniform_decode else 0
+        if fixed.uniform_decode:
+            self._num_splits = self._choose_splits(fixed.max_seq_len, self._batch.input_ids.device)
+            return
+        self._longest_query = min(self._num_rows, fixed.max_seq_len)
+        self._longest_keys = min(fixed.max_num_keys, fixed.max_seq_len)
+        self._slots = self._packed_slots(fixed.max_num_keys)
+
     def _plan_prompts(self, query_lens: IntArray, seq_lens: IntArray) -> None:
         self._longest_query, self._longest_keys = int(query_lens.max()), int(seq_lens.max())
         fresh = bool((query_lens == seq_lens).all())
@@ -140,12 +162,18 @@ class CudaAttention:
         self._slots = None if fresh else self._packed_slots(int(seq_lens.sum()))
 
     def _packed_slots(self, num_keys: int) -> Tensor:
-        """Cache slots of all keys of the prompts, request after request: [num_keys] int64."""
+        """Cache slots of all keys of the prompts, request after request: [num_keys] int64; any slot beyond the last."""
         size = self._kv.block_size
         key = torch.arange(num_keys, dtype=torch.int32, device=self._key_ends.device)
         request = torch.searchsorted(self._key_ends[1:], key, right=True)
+        tables = self._batch.block_tables
+        if self._batch.fixed is not None:  # there may be fewer keys than that
+            request.clamp_(max=len(self._key_ends) - 2)
         position = key - self._key_ends[request]
-        block = self._batch.block_tables[request + self._num_decodes, position // size].long()
+        column = position // size
+        if self._batch.fixed is not None:
+            column.clamp_(max=tables.shape[1] - 1)
+        block = tables[request + self._num_decodes, column].long()
         slots: Tensor = block * size + position % size
         return slots
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dbo.agreement import BatchPlan, Reason
+from dbo.config import DBOConfig
 from dbo.errors import ConfigError
+from dbo.graphs.descriptor import BatchDescriptor
+from dbo.slices import make_slices, pad_batch, split_batch
+from launch.inputs import GraphInputs, Inputs
 from launch.mesh import Mesh
+from launch.sampling import SamplingParams
+from launch.scheduler import Chunk, Limits, Request, Schedule
+from moe.attention.cuda import CudaAttention
+from moe.config import named_shape
+from moe.kv_cache import KVCache
 from tests.launch.graph_cases import GraphReport, on_ranks, run_graphs
 from tests.launch.test_engine import spread
+
+TINY = named_shape("tiny")
 
 ARMS: dict[str, dict[str, Any]] = {
     "off": {"overlap": "off"},
@@ -67,3 +85,77 @@ def test_a_mode_that_this_device_cannot_run_is_refused(tiny_models) -> None:
     model = tiny_models("mixtral")
     with Mesh.start(device="cpu", environment={}) as mesh, pytest.raises(ConfigError, match="use piecewise"):
         run_graphs(mesh, model.directory, [(0, model.prompts[0])], ARMS["off"], "full_decode_only")
+
+
+# ------------------------------------------------------------------------------------------- inputs that stay put
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6),
+    num=st.integers(1, 4),
+    padding=st.integers(0, 7),
+)
+def test_the_batches_of_ubatches(lens: list[tuple[int, int]], num: int, padding: int) -> None:
+    """Tokens, tables and lengths of every ubatch, on the host and on the device, against the eager batch cut in parts;
+    and the keys that a captured attention gathers."""
+    limits = Limits(max_num_tokens=64, max_num_seqs=6, max_model_len=32, block_size=4, num_blocks=64)
+    schedule = schedule_of(lens, limits)
+    tokens = schedule.num_tokens
+    end = -(-(tokens + padding) // num) * num
+    dbo = DBOConfig(num_ubatches=max(num, 2))
+    plan = BatchPlan(
+        config=dbo, votes={"num_tokens": (tokens,), "uniform_decode": (0,)}, reason=Reason.SPLIT, reason_rank=None,
+        num_ubatches=num, num_tokens_padded=end,
+    )  # fmt: skip
+    slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
+    cpu = torch.device("cpu")
+    expected = split_batch(pad_batch(Inputs(limits, cpu, lambda: None).build(schedule, plan), end), slices)
+    inputs = GraphInputs(limits, cpu, lambda: None, num_tokens=72, num_ubatches=num, num_ranks=2)
+    shape = BatchDescriptor(num_tokens=end, num_requests=6, num_ubatches=num)
+    first = inputs.empty(shape)
+    assert [batch.fixed.num_tokens.item() for batch in first if batch.fixed] == [0] * num
+    batches = inputs.build(schedule, slices, shape)
+    assert all(a is b for a, b in zip(first, batches, strict=True))
+    for batch, wanted in zip(batches, expected, strict=True):
+        fixed = batch.fixed
+        assert fixed is not None
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert torch.equal(getattr(batch, name), getattr(wanted, name)), name
+        count = len(wanted.query_lens)
+        width = wanted.block_tables.shape[1]
+        assert torch.equal(batch.block_tables[:count, :width], wanted.block_tables)
+        assert fixed.host_query_lens.tolist() == wanted.query_lens.tolist()
+        assert fixed.host_seq_lens.tolist() == wanted.seq_lens.tolist()
+        assert fixed.host_num_tokens == wanted.num_tokens == fixed.num_tokens.item()
+        assert fixed.seq_lens.tolist() == [*wanted.seq_lens, *[0] * (6 - count)]
+        for ends, lengths in ((fixed.query_ends, wanted.query_lens), (fixed.key_ends, wanted.seq_lens)):
+            summed = [0, *np.cumsum(lengths)]
+            assert ends.tolist() == summed + [summed[-1]] * (6 - count)
+        plan_ = CudaAttention(TINY, replace(batch, fixed=replace(fixed, max_num_keys=200)), kv_of(limits))
+        keys = [
+            wanted.block_tables[request, at // 4].item() * 4 + at % 4
+            for request, length in enumerate(wanted.seq_lens)
+            for at in range(length)
+        ]
+        assert plan_._slots is not None
+        assert plan_._slots[: len(keys)].tolist() == keys
+        assert 0 <= int(plan_._slots.min()) <= int(plan_._slots.max()) < 64 * 4
+
+
+def kv_of(limits: Limits) -> KVCache:
+    return KVCache(TINY, limits.num_blocks, limits.block_size, torch.float32)
+
+
+def schedule_of(lens: list[tuple[int, int]], limits: Limits) -> Schedule:
+    """Requests of so many computed and so many new tokens."""
+    chunks, blocks = [], iter(range(limits.num_blocks))
+    for index, (computed, new) in enumerate(lens):
+        total = computed + new
+        request = Request(
+            id=str(index), index=index, prompt_ids=[(index * 37 + k) % 251 for k in range(total)],
+            params=SamplingParams(max_new_tokens=1),
+        )  # fmt: skip
+        held = array("i", [next(blocks) for _ in range(-(-total // limits.block_size))])
+        chunks.append(Chunk(request, computed, new, True, held))
+    return Schedule(tuple(chunks), foreseeable=True, num_ended=0)
