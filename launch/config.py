@@ -163,6 +163,19 @@ class GenerateOptions(EngineOptions):
     )
     metrics_host: str = option("127.0.0.1", "Address that --metrics-port listens on.", metavar="ADDRESS")
     strict: bool = option(False, "Stop at the first prompt that cannot run, before any runs.")
+    cudagraph_mode: Literal["none", "piecewise", "full", "full-decode-only", "full-and-piecewise"] = option(
+        "none", "Run steps from CUDA graphs: in segments between attention calls, whole, or by kind of step."
+    )
+    cudagraph_capture_sizes: str | None = option(
+        None,
+        "Tokens of the steps to capture; steps are padded to them. The default has many small and fewer large ones.",
+        check=Check("numbers of tokens such as 1,2,4", lambda text: bool(re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text))),
+        metavar="N,N,...",
+    )
+    cudagraph_memory_limit: int | None = option(
+        None, "Capture no further size once graphs take so much memory.", check=at_least(1), parse=parse_bytes,
+        metavar="SIZE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +266,7 @@ class PlanOptions(Options):
     derive: str | None = option(None, "Write the derived profile to this file.", metavar="FILE")
     context: int = option(2000, "With --shape: tokens before each request's decode step.", check=at_least(1))
     prompt_tokens: int = option(4096, "With --shape: tokens of a prompt in prefill.", check=at_least(1))
-    ep: str = option("2,8,16,64,256", "Ranks to predict for: each 2 to 1024.")
+    ep: str | None = option(None, "Ranks to predict for, such as 8,64: each 2 to 1024; default: some usual ones.")
     phase: Literal["prefill", "decode", "both"] = option("both", "Which steps.")
     tokens: str | None = option(None, "Tokens a rank, such as 32,64,128,256; default: those of the profile.")
     link: str = option("400gb", "Between nodes: measured, nvlink4, nvlink5, 200gb, 400gb, 800gb, or GB/s,us as 45,10.")

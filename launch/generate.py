@@ -40,6 +40,7 @@ from launch.session import (
     read_shared,
     resolve,
     shared_options,
+    start_graphs,
     together,
 )
 from launch.text import TextCodec
@@ -64,6 +65,7 @@ def run(options: GenerateOptions) -> int:
         closing.callback(engine.close)
         use_profile(options, engine, resolved.dbo)
         options = settle_comm_sms(options, engine, resolved.dbo)
+        start_graphs(options, engine)
         if mesh.rank == 0:
             for line in banner(options, resolved, engine):
                 logging.info(line)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,38 +32,20 @@ from dbo.graphs.session import CaptureReport, Shape, capture_all
 from dbo.graphs.ubatches import UBatchStep, prepare
 from dbo.graphs.wrapper import CUDAGraphWrapper, GraphPool
 from dbo.offload import Offloader
-from dbo.runner import UBatchRunner
 from dbo.slices import make_slices
 from dbo.work import done_within
 from dbo.workspace import Workspace
 from launch.inputs import GraphInputs
-from launch.mesh import Mesh
-from launch.scheduler import Limits, Schedule
-from moe.all2all.base import All2All
+from launch.scheduler import Schedule
 from moe.batch import ForwardBatch
 from moe.graphs import check_mode, make_capturable
-from moe.kv_cache import KVCache
-from moe.models.decoder import Model
 from moe.sms import make_partition
+
+if TYPE_CHECKING:
+    from launch.engine import Engine
 
 TOKENS_PER_REQUEST = 256  # fewest, on average, in a mixed step captured whole: its attention has room for no more
 _WAIT_SLICE = timedelta(milliseconds=50)
-
-
-class Loaded(Protocol):
-    """What graphs need of an engine."""
-
-    mesh: Mesh
-    model: Model
-    all2all: All2All
-    kv: KVCache
-    limits: Limits
-
-    def runner(self, dbo: DBOConfig) -> UBatchRunner:
-        """The kept runner for these settings."""
-
-    def check(self) -> None:
-        """Raise to abandon a wait."""
 
 
 class Graphs:
@@ -75,7 +57,7 @@ class Graphs:
 
     def __init__(
         self,
-        engine: Loaded,
+        engine: Engine,
         dbo: DBOConfig,
         mode: CUDAGraphMode,
         backend: GraphBackend,

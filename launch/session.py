@@ -19,9 +19,12 @@ import torch
 
 from dbo.config import DBOConfig
 from dbo.errors import ConfigError, PeerFailed
+from dbo.graphs.cuda import CudaGraphs
+from dbo.graphs.mode import CUDAGraphMode
 from launch.cli import FAILED, USAGE, CommandError
-from launch.config import EngineOptions
+from launch.config import EngineOptions, GenerateOptions
 from launch.engine import Engine, StepClock
+from launch.graphs import Graphs
 from launch.mesh import Mesh
 from launch.scheduler import Limits
 from moe.all2all.base import check_in_flight
@@ -165,6 +168,49 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
     engine = together(mesh, "load", load)
     together(mesh, "all2all", lambda: self_test(engine.all2all, resolved.model, mesh.device))
     return engine
+
+
+def start_graphs(options: GenerateOptions, engine: Engine) -> None:
+    """Capture the graphs that the options ask for, and have `engine` use them; rank 0 logs what they took.
+
+    Collective; raises CommandError on every rank if it fails on any.
+    """
+    mode = CUDAGraphMode.parse(options.cudagraph_mode)
+    if mode is CUDAGraphMode.NONE:
+        return
+    sizes = options.cudagraph_capture_sizes
+
+    def make() -> Graphs:
+        if engine.mesh.device.type != "cuda":
+            raise ConfigError("--cudagraph-mode", options.cudagraph_mode, "a CUDA device", "leave it out on a CPU")
+        return Graphs(
+            engine,
+            dbo_config(options),
+            mode,
+            CudaGraphs(engine.mesh.device, _streams(engine)),
+            sizes=None if sizes is None else [int(size) for size in sizes.split(",")],
+            memory_limit=options.cudagraph_memory_limit,
+            offloader=engine.offloader,
+        )
+
+    graphs = together(engine.mesh, "graphs", make)
+    report = together(engine.mesh, "capture", graphs.capture)
+    engine.graphs = graphs
+    if engine.mesh.rank == 0:
+        for line in report.lines():
+            logging.info("CUDA graphs, %s: %s", options.cudagraph_mode, line)
+        for graph in report.captured:
+            logging.debug(
+                "%s graph of %s: %.1f MiB, %.2f s",
+                graph.mode.name, graph.descriptor, graph.num_bytes / 2**20, graph.seconds,
+            )  # fmt: skip
+
+
+def _streams(engine: Engine) -> dict[str, torch.cuda.Stream]:
+    """Those that take part in captures, for messages."""
+    comm = getattr(getattr(engine.all2all, "comm", None), "stream", None)
+    copies = None if engine.offloader is None else engine.offloader.stream
+    return {name: stream for name, stream in (("comm", comm), ("copies", copies)) if stream is not None}
 
 
 def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,17 @@ from dbo.config import DBOConfig
 from dbo.errors import ConfigError
 from dbo.graphs.descriptor import BatchDescriptor
 from dbo.slices import make_slices, pad_batch, split_batch
+from launch.cli import CommandError
+from launch.config import GenerateOptions
 from launch.inputs import GraphInputs, Inputs
 from launch.mesh import Mesh
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Limits, Request, Schedule
+from launch.session import load_engine, resolve, start_graphs
 from moe.attention.cuda import CudaAttention
-from moe.config import named_shape
+from moe.config import named_shape, read_config
 from moe.kv_cache import KVCache
+from tests.launch.engine_cases import OPTIONS
 from tests.launch.graph_cases import GraphReport, on_ranks, run_graphs
 from tests.launch.test_engine import spread
 
@@ -85,6 +90,19 @@ def test_a_mode_that_this_device_cannot_run_is_refused(tiny_models) -> None:
     model = tiny_models("mixtral")
     with Mesh.start(device="cpu", environment={}) as mesh, pytest.raises(ConfigError, match="use piecewise"):
         run_graphs(mesh, model.directory, [(0, model.prompts[0])], ARMS["off"], "full_decode_only")
+
+
+def test_the_options_of_graphs(tiny_models) -> None:
+    model = tiny_models("mixtral")
+    given = dict(model=model.directory, prompts="-", output="out.jsonl", cudagraph_mode="piecewise", **OPTIONS)
+    with pytest.raises(ConfigError, match="--cudagraph-capture-sizes='4,x' is not allowed: numbers of tokens such as"):
+        GenerateOptions(**given, cudagraph_capture_sizes="4,x")
+    options = GenerateOptions(**given)
+    with Mesh.start(device="cpu", environment={}) as mesh:
+        engine = load_engine(options, resolve(options, read_config(model.directory)), mesh, model=Path(model.directory))
+        with pytest.raises(CommandError, match="--cudagraph-mode='piecewise' is not allowed: a CUDA device"):
+            start_graphs(options, engine)
+        engine.close()
 
 
 # ------------------------------------------------------------------------------------------- inputs that stay put
