@@ -39,7 +39,7 @@ from launch.profile import PHASES, Phase, Profile, read_profile
 
 ROOT = Path(__file__).parent.parent
 GOALS = {"regret_median": 0.03, "regret_worst": 0.10, "plan_error_median": 0.15}
-MODEL = ["--shape", "link", "--num-layers", "4", "--max-num-tokens", "1024", "--max-num-seqs", "64"]
+MODEL = ["--shape", "link", "--num-layers", "2", "--max-num-tokens", "1024", "--max-num-seqs", "64"]
 CONTEXT = ["--context", "16", "--prompt-tokens", "256"]
 TRUTH: dict[Phase, tuple[int, ...]] = {"prefill": (48, 96, 192, 384, 640, 896), "decode": (6, 12, 24, 48)}
 SHORT: dict[Phase, tuple[int, ...]] = {"prefill": (48, 192), "decode": (6, 24)}

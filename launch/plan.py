@@ -27,6 +27,7 @@ from launch.profile import PHASES, Phase, Profile, check_out, read_profile, writ
 DRAWS = 100
 LEAST_SPREAD = 0.05  # of compute: no two machines are closer
 MOST_RANKS = 1024
+USUAL_RANKS = (2, 8, 16, 64, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,7 @@ def make_plan(profile: Profile, source: str, options: PlanOptions) -> Plan:
         sizes = [n for n in sizes if n >= setup.num_ubatches]
         if not sizes:
             raise ConfigError("--tokens", options.tokens, f"{setup.num_ubatches} or more, a token for each ubatch", "")
-        for ep in numbers("--ep", options.ep, 2, MOST_RANKS):
+        for ep in ranks_of(options, shape):
             cluster = Cluster(
                 ep=ep,
                 gpus_per_node=options.gpus_per_node,
@@ -207,6 +208,13 @@ def make_plan(profile: Profile, source: str, options: PlanOptions) -> Plan:
         notes=profile.notes,
         command=" ".join(["python -m launch", *sys.argv[1:]]),
     )
+
+
+def ranks_of(options: PlanOptions, shape: Shape) -> list[int]:
+    """Those that were asked for, or some usual ones for which there are experts. Raises ConfigError."""
+    if options.ep is not None:
+        return numbers("--ep", options.ep, 2, MOST_RANKS)
+    return [ep for ep in USUAL_RANKS if ep <= max(shape.num_experts + options.redundant_experts, USUAL_RANKS[0])]
 
 
 def predict(

@@ -178,6 +178,12 @@ def test_the_model_is_checked_against_the_profile_s_own_steps():
     assert found == pytest.approx({"median": 0.0, "worst": 0.0})
 
 
+def test_usual_ranks_are_those_with_experts(plan, measured):
+    for argv, expected in ((["--profile", measured], [2, 8]), (["--shape", "deepseek-v3"], [2, 8, 16, 64, 256])):
+        code, out, _ = plan(*argv, "--phase", "decode", "--tokens", "64", "--json")
+        assert (code, [p["ep"] for p in json.loads(out)["predictions"]]) == (0, expected)
+
+
 def test_help_names_every_preset(capsys):
     assert cli.run(main, ["plan", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
