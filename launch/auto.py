@@ -7,15 +7,19 @@ that a host with another copy cannot decide otherwise.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import TypeVar
 
 from dbo.config import DBOConfig
 from dbo.errors import ConfigError
-from launch.config import EngineOptions
+from launch.config import EngineOptions, defaults
 from launch.engine import Engine
 from launch.environment import describe_environment
 from launch.prepare import share_text
 from launch.profile import Setup, costs_for, fingerprint, read_text
 from launch.session import together
+
+OptionsT = TypeVar("OptionsT", bound=EngineOptions)
 
 
 def check_profile_option(options: EngineOptions) -> None:
@@ -38,26 +42,34 @@ def setup_of(engine: Engine, dbo: DBOConfig) -> Setup:
     )
 
 
-def use_profile(options: EngineOptions, engine: Engine, dbo: DBOConfig) -> None:
+def use_profile(options: OptionsT, engine: Engine, dbo: DBOConfig) -> OptionsT:
     """Give the engine the costs that `auto` decides by; nothing for other settings of the overlap.
 
-    Collective. Warns, once, if there is no profile (thresholds then decide), and of what differs from where it was
-    measured. Raises CommandError on every rank for one that does not hold here, naming both values.
+    Returns the options with the number of SMs for communication that the profile was measured with, where it has one:
+    graphs are captured with it. Collective. Warns, once, if there is no profile (thresholds then decide), and of what
+    differs from where it was measured. Raises CommandError on every rank for one that does not hold here, naming both
+    values.
     """
     mesh = engine.mesh
     if dbo.overlap != "auto":
-        return
+        return options
     file = options.profile
     if file is None:
         if mesh.rank == 0:
             logging.warning(
                 "--overlap auto without --profile goes by the thresholds; measure a profile with `launch calibrate`"
             )
-        return
+        return options
     text = share_text(mesh, "profile", together(mesh, "profile", lambda: read_text(file) if mesh.rank == 0 else ""))
     here, environment = setup_of(engine, dbo), describe_environment(mesh.device)
     profile, warnings = together(mesh, "costs", lambda: costs_for(text, file, here, environment))
     engine.costs = profile.step_costs()
+    if (mode := getattr(options, "cudagraph_mode", "none")) != "none":
+        warnings.append(f"cudagraph-mode none in the profile, {mode} here")
+    num_sms = profile.setup.comm_sms
+    if num_sms is not None and options.comm_sms not in ("auto", defaults(type(options))["comm_sms"], str(num_sms)):
+        warnings.append(f"comm-sms {num_sms} in the profile, which is used, not {options.comm_sms}")
     if mesh.rank == 0:
         for warning in warnings:
             logging.warning("%s: %s", file, warning)
+    return options if num_sms is None else replace(options, comm_sms=str(num_sms))

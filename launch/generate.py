@@ -63,7 +63,7 @@ def run(options: GenerateOptions) -> int:
             closing.callback(sink.close)
         engine = load_engine(options, fitted, mesh, model=Path(options.model))
         closing.callback(engine.close)
-        use_profile(options, engine, resolved.dbo)
+        options = use_profile(options, engine, resolved.dbo)
         options = settle_comm_sms(options, engine, resolved.dbo)
         start_graphs(options, engine)
         if mesh.rank == 0:
