@@ -33,7 +33,7 @@ from dbo.config import DBOConfig
 from dbo.errors import ConfigError
 from dbo.policy import PROBE_OVERLAP, PROBE_WHOLE, Probes
 from launch.auto import setup_of
-from launch.cli import FAILED
+from launch.cli import FAILED, CommandError
 from launch.config import CalibrateOptions
 from launch.engine import Engine, RunResult
 from launch.environment import describe_environment
@@ -108,10 +108,10 @@ def run(options: CalibrateOptions) -> int:
             for line in banner(options, resolved, engine)[:-1]:  # the last one is about thresholds
                 logging.info(line)
         try:
+            choices = together(mesh, "comm sms", lambda: comm_sms_choices(options, engine, resolved.dbo))
             with mesh.peers.guard():
-                choices = comm_sms_choices(options, engine, resolved.dbo)
                 profile = Calibration(engine, resolved.dbo, options, grids, choices).run()
-        except ConfigError:
+        except (ConfigError, CommandError):
             raise
         except Exception as error:
             log_failure(mesh, error)

@@ -22,11 +22,16 @@ import click
 from dbo.errors import ConfigError
 from launch import cli
 from launch.cli import FAILED, USAGE, CommandError
-from launch.config import ABOptions, DoctorOptions, GenerateOptions, Options, closest
+from launch.config import ABOptions, CalibrateOptions, DoctorOptions, GenerateOptions, Options, closest
 from launch.grid import Point, collect, parse_grid
 from launch.slurm import SlurmJob
 
-RANKED: dict[str, type[Options]] = {"generate": GenerateOptions, "ab": ABOptions, "doctor": DoctorOptions}
+RANKED: dict[str, type[Options]] = {
+    "generate": GenerateOptions,
+    "ab": ABOptions,
+    "calibrate": CalibrateOptions,
+    "doctor": DoctorOptions,
+}
 """The commands that run on many ranks, with their options."""
 RESULT = {"generate": "--output", "ab": "--report"}
 """Where those that a grid can run put their result."""

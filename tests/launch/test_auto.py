@@ -128,3 +128,12 @@ def test_without_a_profile_thresholds_decide_and_the_log_says_so_once(model, tmp
     err = capsys.readouterr().err
     assert err.count("--overlap auto without --profile goes by the thresholds") == 1
     assert "for want of a measured profile" in err
+
+
+def test_the_number_of_sms_of_the_profile_is_used_and_a_difference_said(model, tmp_path, capsys, fresh_logging):
+    single = {"ranks": 1, "all2all": "local", "comm_sms": 8}
+    argv = arguments(model, tmp_path, "--overlap", "auto", "--profile", write(tmp_path, model, **single))
+    assert cli.run(main, [*argv, "--comm-sms", "16"]) == 0
+    assert "comm-sms 8 in the profile, which is used, not 16" in capsys.readouterr().err
+    assert cli.run(main, argv) == 0
+    assert "comm-sms" not in capsys.readouterr().err

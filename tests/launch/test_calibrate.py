@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dbo.config import DBOConfig
 from dbo.errors import ConfigError
 from dbo.policy import PROBE_OVERLAP, PROBE_WHOLE
 from launch import cli
 from launch.__main__ import main
-from launch.calibrate import Script, grid, halved, local_experts, spread_sizes
+from launch.calibrate import Script, comm_sms_choices, grid, halved, local_experts, spread_sizes
 from launch.config import CalibrateOptions
 from launch.parts import AttentionBench, ExpertBench, phase_lens, prefill_lens
 from launch.profile import read_profile
@@ -146,3 +148,16 @@ def test_the_expert_bench_makes_the_rows_that_would_arrive(layout, num_local_exp
         assert counts.max() - counts.min() <= counts.float().mean() * 0.2
         assert all(len(set(row)) == len(row) for row in (r[r >= 0].tolist() for r in received.topk_idx))
     assert bench.measure(num_local_experts, 100, until_s=0.0).median > 0
+
+
+def test_numbers_of_sms_to_try():
+    def choices(text: str, device: str = "cuda", transport: object = SimpleNamespace(set_num_sms=None)):
+        engine = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), all2all=transport)
+        return comm_sms_choices(options(comm_sms=text), engine, DBOConfig(comm_sms=20))
+
+    assert choices("auto") == (8, 16, 24)
+    assert choices("24,8,8") == (8, 24)
+    assert choices("8,16", device="cpu") == choices("8,16", transport=SimpleNamespace()) == (20,)
+    for wrong in ("7", "0", "x", ""):
+        with pytest.raises(ConfigError, match="--comm-sms"):
+            choices(wrong)
