@@ -9,14 +9,19 @@ lengths that it already has:
     whole prompts of several lengths     torch's variable-length flash attention on the packed rows
     the rest (continued prompts)         the same, over keys gathered from the cache
 
+where prompts that lie side by side and take the same way share a call (`segments.py`).
+
 A batch with `fixed` inputs, of which a graph may be captured, takes the first way or the last one, with nothing read on
 the host: lengths come from the device, grids are laid out for the most requests and the longest ones.
 
-Invariants: leading decodes and the prompts after them are two parts, so a mixture costs two launches; nothing waits
-for the device; keys and values are in the cache before anything reads them there.
+Invariants: leading decodes and the prompts after them are apart, so a mixture costs two launches and seldom more;
+nothing waits for the device; keys and values are in the cache before anything reads them there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.slices import IntArray
+from moe.attention.segments import Segment, plan_segments
 from moe.batch import FixedInputs, ForwardBatch
 from moe.config import ModelConfig
 from moe.kernels.paged_decode import paged_decode
@@ -32,9 +38,21 @@ from moe.kernels.rope import rotate_and_cache
 from moe.kv_cache import KVCache
 from moe.sms import compute_sms
 
-_DENSE_UNIT = 128
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """A segment with what its call needs."""
+
+    rows: slice  # of the batch
+    length: int | None  # of each prompt, where they are a dense batch
+    slots: Tensor | None  # [keys] of the cache; None = the keys are those of `rows`
+    query_ends: Tensor  # [prompts + 1] int32, from 0; these two are empty for a dense batch
+    key_ends: Tensor
+    longest_query: int
+    longest_keys: int
 
 
 class CudaAttention:
@@ -44,30 +62,21 @@ class CudaAttention:
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
         self._config, self._batch, self._kv = config, batch, kv
-        self._dense_length: int | None = None
-        self._slots: Tensor | None = None
         self._num_rows = batch.num_tokens
         if batch.fixed is not None:
             self._plan_fixed(batch.fixed)
             return
-        device = batch.input_ids.device
         num_requests = int(np.count_nonzero(batch.query_lens))  # padding comes last
         query_lens, seq_lens = batch.query_lens[:num_requests], batch.seq_lens[:num_requests]
-        self._num_decodes = int((query_lens == 1).cumprod().sum())
-        lengths = torch.from_numpy(
-            np.concatenate(
-                [seq_lens, _offsets(query_lens[self._num_decodes :]), _offsets(seq_lens[self._num_decodes :])]
-            )
-        )
-        on_device = lengths.to(torch.int32).pin_memory().to(device, non_blocking=True)
-        num_prompts = num_requests - self._num_decodes
-        self._seq_lens, self._query_ends, self._key_ends = on_device.split(
-            [num_requests, num_prompts + 1, num_prompts + 1]
-        )
-        if self._num_decodes:
-            self._num_splits = self._choose_splits(int(seq_lens[: self._num_decodes].max()), device)
-        if num_prompts:
-            self._plan_prompts(query_lens[self._num_decodes :], seq_lens[self._num_decodes :])
+        self._num_decodes = n = int((query_lens == 1).cumprod().sum())
+        prompts = query_lens[n:], seq_lens[n:]
+        segments = plan_segments(*prompts, config.sliding_window) if num_requests > n else []
+        packed = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
+        self._seq_lens, *of_packed = _to_device([seq_lens, *packed], batch.input_ids.device)
+        if n:
+            self._num_splits = self._choose_splits(int(seq_lens[:n].max()), batch.input_ids.device)
+        ends = iter(of_packed)
+        self._prompts = [self._plan_prompts(s, *prompts, ends) for s in segments]
 
     def attend(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
@@ -88,14 +97,13 @@ class CudaAttention:
             eps=c.rms_norm_eps,
         )
         heads = qkv.unflatten(-1, (-1, c.head_dim))
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
         parts = []
         if start:
-            parts.append(self._decode(heads[:start, : c.num_heads], keys, values))
-        if end > start:
-            q, k, v = heads[start:end].split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
-            parts.append(
-                self._prefill(q, *((k, v) if self._slots is None else (keys[self._slots], values[self._slots])))
-            )
+            parts.append(self._decode(q[:start], keys, values))
+        for p in self._prompts:
+            seen = (k[p.rows], v[p.rows]) if p.slots is None else (keys[p.slots], values[p.slots])
+            parts.append(self._prefill(p, q[p.rows], *seen))
         if end < qkv.shape[0] or not parts:
             parts.append(qkv.new_zeros(qkv.shape[0] - end, c.num_heads, c.head_dim))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
@@ -112,68 +120,64 @@ class CudaAttention:
             num_splits=self._num_splits,
         )
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim] -> like q."""
-        if self._dense_length is not None:
-            shape = (-1, self._dense_length)
+    def _prefill(self, prompts: _Prompts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [rows, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim] -> like q."""
+        if prompts.length is not None:
+            shape = (-1, prompts.length)
             q, k, v = (t.unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
             return (
                 F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
             )
-        window = self._config.sliding_window
-        result: Tensor = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            self._query_ends,
-            self._key_ends,
-            self._longest_query,
-            self._longest_keys,
-            0.0,
-            True,
-            False,
-            window_size_left=None if window is None else window - 1,
-            window_size_right=None if window is None else 0,
-        )[0]
-        return result
+        longest = prompts.longest_query, prompts.longest_keys
+        return _flash(q, k, v, prompts.query_ends, prompts.key_ends, *longest, self._config.sliding_window)
 
     def _plan_fixed(self, fixed: FixedInputs) -> None:
         self._num_rows = self._batch.input_ids.shape[0]
-        self._seq_lens, self._query_ends, self._key_ends = fixed.seq_lens, fixed.query_ends, fixed.key_ends
-        self._num_decodes = self._num_rows if fixed.uniform_decode else 0
+        self._seq_lens, self._num_decodes, self._prompts = fixed.seq_lens, 0, []
         if fixed.uniform_decode:
+            self._num_decodes = self._num_rows
             self._num_splits = self._choose_splits(fixed.max_seq_len, self._batch.input_ids.device)
             return
-        self._longest_query = min(self._num_rows, fixed.max_seq_len)
-        self._longest_keys = min(fixed.max_num_keys, fixed.max_seq_len)
-        self._slots = self._packed_slots(fixed.max_num_keys)
-
-    def _plan_prompts(self, query_lens: IntArray, seq_lens: IntArray) -> None:
-        self._longest_query, self._longest_keys = int(query_lens.max()), int(seq_lens.max())
-        fresh = bool((query_lens == seq_lens).all())
-        window = self._config.sliding_window
-        dense = (
-            fresh
-            and bool((query_lens == self._longest_query).all())
-            and self._longest_query % _DENSE_UNIT == 0
-            and (window is None or window >= self._longest_query)
+        self._prompts.append(
+            _Prompts(
+                rows=slice(0, self._num_rows),
+                length=None,
+                slots=self._packed_slots(fixed.key_ends, fixed.max_num_keys, 0),
+                query_ends=fixed.query_ends,
+                key_ends=fixed.key_ends,
+                longest_query=min(self._num_rows, fixed.max_seq_len),
+                longest_keys=min(fixed.max_num_keys, fixed.max_seq_len),
+            )
         )
-        self._dense_length = self._longest_query if dense else None
-        self._slots = None if fresh else self._packed_slots(int(seq_lens.sum()))
 
-    def _packed_slots(self, num_keys: int) -> Tensor:
-        """Cache slots of all keys of the prompts, request after request: [num_keys] int64; any slot beyond the last."""
-        size = self._kv.block_size
-        key = torch.arange(num_keys, dtype=torch.int32, device=self._key_ends.device)
-        request = torch.searchsorted(self._key_ends[1:], key, right=True)
-        tables = self._batch.block_tables
+    def _plan_prompts(self, s: Segment, query_lens: IntArray, seq_lens: IntArray, ends: Iterator[Tensor]) -> _Prompts:
+        first_row = self._num_decodes + int(query_lens[: s.first].sum())
+        lens, seen = query_lens[s.first : s.last], seq_lens[s.first : s.last]
+        nothing = self._seq_lens[:0]
+        query_ends, key_ends = (next(ends), next(ends)) if s.length is None else (nothing, nothing)
+        return _Prompts(
+            rows=slice(first_row, first_row + int(lens.sum())),
+            length=s.length,
+            slots=None if s.fresh else self._packed_slots(key_ends, int(seen.sum()), self._num_decodes + s.first),
+            query_ends=query_ends,
+            key_ends=key_ends,
+            longest_query=int(lens.max()),
+            longest_keys=int(seen.max()),
+        )
+
+    def _packed_slots(self, key_ends: Tensor, num_keys: int, first: int) -> Tensor:
+        """Cache slots of all keys of the requests from `first` on, one request after another: [num_keys] int64; any
+        slot beyond the last key."""
+        size, tables = self._kv.block_size, self._batch.block_tables
+        key = torch.arange(num_keys, dtype=torch.int32, device=key_ends.device)
+        request = torch.searchsorted(key_ends[1:], key, right=True)
         if self._batch.fixed is not None:  # there may be fewer keys than that
-            request.clamp_(max=len(self._key_ends) - 2)
-        position = key - self._key_ends[request]
+            request.clamp_(max=len(key_ends) - 2)
+        position = key - key_ends[request]
         column = position // size
         if self._batch.fixed is not None:
             column.clamp_(max=tables.shape[1] - 1)
-        block = tables[request + self._num_decodes, column].long()
+        block = tables[request + first, column].long()
         slots: Tensor = block * size + position % size
         return slots
 
@@ -182,6 +186,41 @@ class CudaAttention:
         programs = self._num_decodes * self._config.num_kv_heads
         wanted = min(2 * compute_sms(device) // programs, longest // _KEYS_PER_SPLIT, _MAX_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_keys: int,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of packed requests, the last query of each at its last key."""
+    result: Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        query_ends,
+        key_ends,
+        longest_query,
+        longest_keys,
+        0.0,
+        True,
+        False,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )[0]
+    return result
+
+
+def _to_device(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> Sequence[Tensor]:
+    """Each as int32 on the device, by one copy that the host does not wait for."""
+    host = torch.from_numpy(np.concatenate(arrays)).to(torch.int32)
+    on_device = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return on_device.split([len(array) for array in arrays])
 
 
 def _offsets(lens: IntArray) -> npt.NDArray[np.int64]:

@@ -1,16 +1,19 @@
 """The fused attention against torch's plain one, on batches of every kind."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe.attention.rotary import Rotary
 from moe.attention.torch_sdpa import TorchAttention
 from moe.batch import ForwardBatch
 from moe.config import named_shape
 from moe.kv_cache import KVCache
-
-pytestmark = pytest.mark.gpu
+from tests.moe.kernels import conftest  # noqa: F401  # has the kernels interpreted where there is no GPU
 
 BATCHES = {  # (new tokens, tokens after them) of each request
     "decodes": [(1, 1), (1, 7), (1, 300), (1, 1000)],
@@ -20,6 +23,21 @@ BATCHES = {  # (new tokens, tokens after them) of each request
     "continued prompts": [(100, 180), (37, 37), (64, 300)],
     "decodes before prompts": [(1, 50), (1, 9), (64, 64), (30, 90)],
     "prompts before decodes": [(64, 64), (1, 50), (30, 90), (1, 1)],
+    "prompts beside halves that cuts left": [(40, 90), (1024, 1024), (9, 9)],
+    "decodes, a half, whole prompts": [(1, 30), (24, 152), (512, 512), (512, 512)],
+    "nothing": [],
+}
+
+
+SMALL = {  # the same for the interpreter, where 8 tokens are a dense length and 16 worth a call
+    "decodes": [(1, 1), (1, 7), (1, 40)],
+    "prompts of one length": [(16, 16)] * 2,
+    "prompts of several lengths": [(5, 5), (20, 20)],
+    "continued prompts": [(10, 18), (7, 7)],
+    "decodes before prompts": [(1, 5), (1, 19), (8, 8), (3, 9)],
+    "prompts before decodes": [(6, 6), (1, 5), (3, 9), (1, 1)],
+    "prompts beside halves that cuts left": [(4, 9), (8, 8), (8, 8), (3, 3)],
+    "decodes, a half, whole prompts": [(1, 30), (4, 15), (16, 16), (16, 16)],
     "nothing": [],
 }
 
@@ -46,27 +64,56 @@ def make_batch(lengths, block_size, device, num_padded):
     )
 
 
+def flash(q, k, v, query_ends, key_ends, longest_query, longest_keys, window):
+    """What `_flash` computes, in plain torch: it has no kernel on the CPU."""
+    outs = []
+    for (a, b), (c, d) in zip(*(itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends)), strict=True):
+        assert 0 < b - a <= longest_query
+        assert d - c <= longest_keys
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        heads = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
+        outs.append(F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("num_padded", [0, 3])
+def test_plans_hold_in_the_interpreter(name, num_padded, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled here")
+    monkeypatch.setattr("moe.attention.cuda._flash", flash)
+    monkeypatch.setattr("moe.attention.segments.DENSE_UNIT", 8)
+    monkeypatch.setattr("moe.attention.segments.DENSE_ROWS", 16)
+    config = replace(named_shape("tiny"), num_heads=4, num_kv_heads=2, head_dim=16)
+    check(SMALL[name], num_padded, config, torch.device("cpu"), torch.float32, (None, None), 1e-5)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("num_padded", [0, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_matches_the_plain_form(name, num_padded, qk_norm):
+    device, config = torch.device("cuda"), named_shape("qwen3-30b-a3b")
+    norms = torch.rand(2, config.head_dim, device=device, dtype=torch.bfloat16) if qk_norm else (None, None)
+    check(BATCHES[name], num_padded, config, device, torch.bfloat16, norms, 2e-2)
+
+
+def check(requests, num_padded, config, device, dtype, norms, tolerance):
     from moe.attention.cuda import CudaAttention
 
     torch.manual_seed(0)
-    device, config = torch.device("cuda"), named_shape("qwen3-30b-a3b")
-    batch = make_batch(BATCHES[name], 16, device, num_padded)
+    batch = make_batch(requests, 16, device, num_padded)
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    qkv = torch.randn(len(batch.input_ids), width, device=device, dtype=torch.bfloat16)
-    norms = torch.rand(2, config.head_dim, device=device, dtype=torch.bfloat16) if qk_norm else (None, None)
-    angles = Rotary(config, device).angles(batch.positions, torch.bfloat16)
+    qkv = torch.randn(len(batch.input_ids), width, device=device, dtype=dtype)
+    angles = Rotary(config, device).angles(batch.positions, dtype)
     num_blocks = max(1, batch.block_tables.numel())
     seen, caches = [], []
     for form in (TorchAttention, CudaAttention):
-        kv = KVCache(config, num_blocks, 16, torch.bfloat16, device)
+        kv = KVCache(config, num_blocks, 16, dtype, device)
         for cache in kv.layer(0):
             cache.normal_(generator=torch.Generator(device).manual_seed(3))
         seen.append(form(config, batch, kv).attend(0, qkv.clone(), *norms, angles).float())
         caches.append(torch.stack(kv.layer(0))[:, : num_blocks * 16].float())
-    torch.testing.assert_close(seen[1], seen[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(caches[1], caches[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(seen[1], seen[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches[1], caches[0], rtol=tolerance, atol=tolerance)
     assert not seen[1][batch.num_tokens :].any()
