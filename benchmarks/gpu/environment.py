@@ -17,6 +17,8 @@ PACKAGES = ("triton", "tokenspeed-deepep", "greenlet", "numpy")
 
 
 def describe() -> list[str]:
+    if not torch.cuda.is_available():
+        return [f"a rehearsal on the CPU, Python {platform.python_version()}, torch {torch.__version__}"]
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True,

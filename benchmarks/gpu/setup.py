@@ -1,17 +1,23 @@
 """What the GPU benchmarks share: random models made on the device, batches of equal prompts, arms, and timing.
 
+A rehearsal (`--rehearse`) runs every line of a program that is not the device's own: on the CPU, over gloo, with tiny
+shapes and one round, under the same names. Its figures mean nothing.
+
 Timing: every round runs every arm once, in an order that is random and the same on all ranks; a time is the largest
 over the ranks, from a barrier to the end of the device's work; figures are medians with the 10th and 90th percentile.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.clock import Clock
 from dbo.agreement import Agreement, Vote
 from dbo.config import DBOConfig
 from dbo.policy import make_policy
@@ -29,19 +36,156 @@ from dbo.work import Comm, Work
 from launch.mesh import Mesh
 from moe.all2all.base import All2All, Capabilities, Dispatched, expert_range
 from moe.all2all.deepep_ht import DeepEPHighThroughput
+from moe.all2all.deepep_ll import DeepEPLowLatency
+from moe.all2all.torch_dist import TorchAll2All
 from moe.batch import ForwardBatch
-from moe.config import ModelConfig
+from moe.config import ModelConfig, named_shape
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model, declare_params
 from moe.models.registry import family_named
 from moe.sms import GreenStream, set_compute_sms, total_sms
 
 BLOCK = 16
+SHORTEST, LONGEST = 64, 264  # contexts of decodes
 
 
 def command() -> str:
     """How this program was called, as one would type it."""
     return " ".join(["python -m benchmarks.gpu." + Path(sys.argv[0]).stem, *sys.argv[1:]])
+
+
+def numbers(text: str) -> list[int]:
+    """`8,16` -> [8, 16], for argparse."""
+    return [int(part) for part in text.split(",")]
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with what every program takes."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes and one round")
+    return parser
+
+
+class StandIn(TorchAll2All):
+    """gloo in DeepEP's place, for a rehearsal: it takes a number of SMs, and does nothing with it."""
+
+    _num_sms = 20
+
+    def set_num_sms(self, num_sms: int | None) -> int | None:
+        """A `dbo.sm_partition.Setter`."""
+        before, self._num_sms = self._num_sms, self._num_sms if num_sms is None else num_sms
+        return before
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The ranks of one program, and how large and how often things are here."""
+
+    mesh: Mesh
+    args: argparse.Namespace
+
+    @classmethod
+    @contextmanager
+    def start(cls, args: argparse.Namespace) -> Iterator[Bench]:
+        """Between all ranks, on their GPUs or, in a rehearsal, on the CPU."""
+        with Mesh.start(device="cpu" if args.rehearse else "cuda") as mesh, torch.inference_mode():
+            torch.manual_seed(1 + mesh.rank)
+            yield cls(mesh, args)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Of this rank's device."""
+        return Clock(self.mesh.device)
+
+    @property
+    def rounds(self) -> int:
+        """Measured rounds."""
+        return 1 if self.args.rehearse else int(self.args.rounds)
+
+    @property
+    def warmup(self) -> int:
+        """Rounds before those."""
+        return 1 if self.args.rehearse else 3
+
+    def rows(self, num_tokens: int) -> int:
+        """So many tokens; a 256th of them, 16 at least, in a rehearsal."""
+        return max(16, num_tokens // 256) if self.args.rehearse else num_tokens
+
+    def length(self, num_tokens: int) -> int:
+        """A prompt's tokens, in the same proportion, 8 at least."""
+        return max(8, num_tokens // 256) if self.args.rehearse else num_tokens
+
+    def shape(self, name: str, num_layers: int) -> ModelConfig:
+        """A named shape with so many layers, all with experts."""
+        config = named_shape(name)
+        if self.args.rehearse:
+            width = 32 if config.shared_expert_width else 0
+            config, num_layers = replace(named_shape("tiny"), shared_expert_width=width), min(num_layers, 2)
+        return replace(config, num_layers=num_layers, dense_layers=frozenset())
+
+    def high_throughput(self, config: ModelConfig, max_tokens: int) -> Any:
+        """DeepEP's normal kernels between these ranks."""
+        return self._make(DeepEPHighThroughput, config, max_tokens)
+
+    def low_latency(self, config: ModelConfig, max_tokens: int) -> Any:
+        """DeepEP's low-latency kernels between these ranks."""
+        return self._make(DeepEPLowLatency, config, max_tokens)
+
+    def bare(self, all2all: Any) -> Any:
+        """The normal kernels without `Work` and `Comm`."""
+        return all2all if self.args.rehearse else Bare(all2all)
+
+    def say(self, *words: object) -> None:
+        """Print on rank 0."""
+        if self.mesh.rank == 0:
+            print(*words, flush=True)
+
+    def write(self, found: Mapping[str, Any]) -> None:
+        """What was found so far goes to `--out`, whole or not at all."""
+        if self.mesh.rank == 0:
+            new = self.args.out.with_suffix(".new")
+            new.write_text(json.dumps({"command": command(), **found}, indent=1) + "\n")
+            new.replace(self.args.out)
+
+    def meet(self) -> None:
+        """Wait on the host until all ranks are here."""
+        meet(self.mesh)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes. Collective."""
+        flag = torch.tensor([int(yes)])
+        if self.mesh.world_size > 1:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=self.mesh.agreement_group)
+        return bool(flag)
+
+    def time_arms(self, arms: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
+        """See `time_arms`."""
+        return time_arms(arms, self.mesh, rounds=self.rounds, warmup=self.warmup)
+
+    def partition(self, all2all: Any, num_sms: int, mode: str = "none") -> AbstractContextManager[object]:
+        """`num_sms` for the all2all; for compute: none = all, carve = the rest, green = the rest by `GREEN`."""
+        if mode == "none":
+            all2all.set_num_sms(num_sms)
+            return nullcontext()
+        compute = GREEN if mode == "green" else set_compute_sms
+        return SMPartition(
+            comm_sms=num_sms,
+            total_sms=132 if self.args.rehearse else total_sms(torch.cuda.current_device()),
+            set_comm_sms=all2all.set_num_sms,
+            set_compute_sms=() if self.args.rehearse else compute,
+            multiple_of=2,
+        )
+
+    def _make(self, backend: Any, config: ModelConfig, max_tokens: int) -> Any:
+        return (StandIn if self.args.rehearse else backend)(
+            group=self.mesh.device_group,
+            device=self.mesh.device,
+            config=config,
+            max_tokens_per_rank=max_tokens,
+            check=self.mesh.peers.check,
+        )
 
 
 def random_model(config: ModelConfig, all2all: All2All, device: torch.device) -> Model:
@@ -74,6 +218,30 @@ def prompts(config: ModelConfig, num_tokens: int, length: int, mesh: Mesh) -> tu
     return batch, KVCache(config, num_requests * blocks, BLOCK, config.dtype, mesh.device)
 
 
+def decodes(config: ModelConfig, num_requests: int, mesh: Mesh) -> tuple[ForwardBatch, KVCache]:
+    """One new token for each of `num_requests` requests with contexts of 64 to 264 tokens."""
+    blocks = -(-LONGEST // BLOCK)
+    lens = np.random.default_rng(mesh.rank).integers(SHORTEST, LONGEST + 1, num_requests).astype(np.int32)
+    table = torch.randperm(num_requests * blocks, device=mesh.device).int().view(num_requests, blocks)
+    positions = torch.from_numpy(lens.astype(np.int64) - 1).to(mesh.device)
+    rows = torch.arange(num_requests, device=mesh.device)
+    batch = ForwardBatch(
+        input_ids=torch.randint(config.vocab_size, (num_requests,), device=mesh.device),
+        positions=positions,
+        slot_mapping=table[rows, positions // BLOCK].long() * BLOCK + positions % BLOCK,
+        block_tables=table,
+        query_lens=np.ones(num_requests, np.int32),
+        seq_lens=lens,
+        num_tokens=num_requests,
+        num_tokens_per_rank=(num_requests,) * mesh.world_size,
+    )
+    kv = KVCache(config, num_requests * blocks, BLOCK, config.dtype, mesh.device)
+    for layer in range(config.num_layers):
+        for cache in kv.layer(layer):
+            cache.normal_()
+    return batch, kv
+
+
 def halves(batch: ForwardBatch, mesh: Mesh) -> list[ForwardBatch]:
     """The two ubatches that the runtime would make of the batch."""
     config = DBOConfig(overlap="on", decode_token_threshold=0, prefill_token_threshold=0)
@@ -88,20 +256,6 @@ def halves(batch: ForwardBatch, mesh: Mesh) -> list[ForwardBatch]:
     plan = agreement.agree(Vote(num_tokens=batch.num_tokens, num_tokens_padded=batch.num_tokens))
     assert plan.should_ubatch, plan.explain()
     return split_batch(batch, make_slices(plan, batch.query_lens, seq_lens=batch.seq_lens))
-
-
-def partition(all2all: DeepEPHighThroughput, num_sms: int, mode: str = "none") -> AbstractContextManager[object]:
-    """`num_sms` for the all2all; for compute, by mode: none = all, carve = the rest, green = the rest by `GREEN`."""
-    if mode == "none":
-        all2all.set_num_sms(num_sms)
-        return nullcontext()
-    return SMPartition(
-        comm_sms=num_sms,
-        total_sms=total_sms(torch.cuda.current_device()),
-        set_comm_sms=all2all.set_num_sms,
-        set_compute_sms=GREEN if mode == "green" else set_compute_sms,
-        multiple_of=2,
-    )
 
 
 GREEN = GreenStream()
@@ -254,6 +408,7 @@ def time_arms(
     arms: Mapping[str, Callable[[], object]], mesh: Mesh, *, rounds: int, warmup: int = 3
 ) -> dict[str, Times]:
     """Run every arm `warmup` times, then all of them in each of `rounds` rounds."""
+    clock = Clock(mesh.device)
     for arm in arms.values():
         for _ in range(warmup):
             arm()
@@ -262,12 +417,12 @@ def time_arms(
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(arms), len(arms)):
-            torch.cuda.synchronize()
+            clock.synchronize()
             meet(mesh)
             start = time.perf_counter()
             arms[name]()
             called = time.perf_counter()
-            torch.cuda.synchronize()
+            clock.synchronize()
             host[name].append((called - start) * 1e3)
             total[name].append((time.perf_counter() - start) * 1e3)
     found = {}
@@ -289,9 +444,11 @@ class Arms:
     """The ways to run one batch: `whole`, and with two ubatches `split` and `overlap` by either driver."""
 
     def __init__(self, model: Model, batch: ForwardBatch, kv: KVCache, mesh: Mesh, *, last_only: Tensor | None = None):
-        self.model, self.batch, self.kv, self.mesh, self._last = model, batch, kv, mesh, last_only
+        self.model, self.batch, self.kv, self._last = model, batch, kv, last_only
         self.parts = halves(batch, mesh)
         self.runners = {name: UBatchRunner(2, device=mesh.device, driver=name) for name in ("threads", "greenlet")}
+        self.runners["free"] = UBatchRunner(2, device=mesh.device)
+        self.runners["free"]._driver.one_core = False  # threads that the system puts where it likes
 
     def whole(self) -> Tensor:
         return self._finish(self.model(self.batch, self.kv))

@@ -1,45 +1,44 @@
 """Whole prefill steps, as an engine runs them: embedding, 12 layers, and the head for the last token of each prompt.
 
-    torchrun --nproc-per-node 2 -m benchmarks.gpu.steps --tokens 2048,8192 --out FILE
+    torchrun --nproc-per-node 2 -m benchmarks.gpu.steps --steps 2048x1024,32768x2048 --out FILE
 
-Qwen3-30B-A3B shapes, random weights, prompts of 1024 tokens; eager; the normal kernels of DeepEP at their best of a
-few SM counts for each arm. Throughput is tokens a second and GPU.
+Qwen3-30B-A3B shapes, random weights; a step is its tokens a rank and the length of its prompts (32768x2048 is 16
+prompts of 2048); eager; the normal kernels of DeepEP at their best of a few SM counts for each arm. Throughput is
+tokens a second and GPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.prefill import MODES, check_gates, within
-from benchmarks.gpu.setup import Arms, command, partition, prompts, random_model, time_arms
-from launch.mesh import Mesh
-from moe.all2all.deepep_ht import DeepEPHighThroughput
-from moe.config import named_shape
+from benchmarks.gpu.prefill import check_gates, within
+from benchmarks.gpu.setup import Arms, Bench, make_parser, numbers, prompts, random_model
+
+STEPS = "16384x1024,32768x1024,8192x1024,4096x1024,2048x1024,32768x2048"
 
 
-def run_size(
-    num_tokens: int, length: int, args: argparse.Namespace, mesh: Mesh, model: Any, all2all: Any
-) -> dict[str, Any]:
-    config = model.config
-    batch, kv = prompts(config, num_tokens, length, mesh)
-    last = torch.arange(length - 1, num_tokens, length, device=mesh.device)
-    arms = Arms(model, batch, kv, mesh, last_only=last)
-    gates = check_gates(arms, all2all)
+def steps(text: str) -> list[tuple[int, int]]:
+    """`2048x1024,8192x1024` -> [(2048, 1024), (8192, 1024)]."""
+    return [(int(tokens), int(length)) for tokens, _, length in (part.partition("x") for part in text.split(","))]
+
+
+def run_step(num_tokens: int, length: int, bench: Bench, model: Any, all2all: Any) -> dict[str, Any]:
+    rows, row_length = bench.rows(num_tokens), bench.length(length)
+    batch, kv = prompts(model.config, rows, row_length, bench.mesh)
+    last = torch.arange(row_length - 1, rows, row_length, device=bench.mesh.device)
+    arms = Arms(model, batch, kv, bench.mesh, last_only=last)
+    gates = check_gates(arms, all2all, bench)
     runs: dict[str, Callable[[], object]] = {}
-    for num_sms in args.sms:
-        runs[f"whole {num_sms}"] = within(lambda n=num_sms: partition(all2all, n), arms.whole)
-        for mode in MODES[:2]:
+    for num_sms in bench.args.sms:
+        runs[f"whole {num_sms}"] = within(lambda n=num_sms: bench.partition(all2all, n), arms.whole)
+        for mode in ("none", "carve"):
             runs[f"overlap {num_sms} {mode}"] = within(
-                lambda n=num_sms, m=mode: partition(all2all, n, m), lambda: arms.overlap("greenlet")
+                lambda n=num_sms, m=mode: bench.partition(all2all, n, m), lambda: arms.overlap("greenlet")
             )
-    times = time_arms(runs, mesh, rounds=args.rounds)
+    times = bench.time_arms(runs)
     arms.close()
     found: dict[str, Any] = {"num_tokens": num_tokens, "prompt_length": length, "gates": gates}
     for arm in ("whole", "overlap"):
@@ -47,39 +46,24 @@ def run_size(
         rate = {k: num_tokens * 1e3 / v for k, v in times[best].figure().items() if k != "unit"}
         rate = {"value": rate["value"], "low": rate["high"], "high": rate["low"]}  # a long time is a low rate
         found[arm] = {"setting": best, "step": times[best].figure(), "host_ms": times[best].host, "tokens_per_s": rate}
-    if mesh.rank == 0:
-        print(
-            num_tokens,
-            length,
-            {a: (found[a]["setting"], round(found[a]["step"]["value"], 2)) for a in ("whole", "overlap")},
-            flush=True,
-        )
+    shown = {a: (found[a]["setting"], round(found[a]["step"]["value"], 2)) for a in ("whole", "overlap")}
+    bench.say(num_tokens, length, shown)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("--num-layers", type=int, default=12)
-    parser.add_argument(
-        "--tokens", type=lambda s: [int(n) for n in s.split(",")], default=[2048, 4096, 8192, 16384, 32768]
-    )
-    parser.add_argument("--sms", type=lambda s: [int(n) for n in s.split(",")], default=[16, 24, 32])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    with Mesh.start(device="cuda") as mesh, torch.inference_mode():
-        config = replace(named_shape("qwen3-30b-a3b"), num_layers=args.num_layers)
-        all2all = DeepEPHighThroughput(
-            group=mesh.device_group, device=mesh.device, config=config, max_tokens_per_rank=max(args.tokens)
-        )
-        torch.manual_seed(1 + mesh.rank)
-        model = random_model(config, all2all, mesh.device)
-        sizes = [(n, 1024) for n in args.tokens]
+    parser.add_argument("--steps", type=steps, default=STEPS)
+    parser.add_argument("--sms", type=numbers, default=[16, 24, 32])
+    with Bench.start(parser.parse_args()) as bench:
+        config = bench.shape("qwen3-30b-a3b", bench.args.num_layers)
+        all2all = bench.high_throughput(config, bench.rows(max(tokens for tokens, _ in bench.args.steps)))
+        model = random_model(config, all2all, bench.mesh.device)
         found = []
-        for num_tokens, length in sizes:
-            found.append(run_size(num_tokens, length, args, mesh, model, all2all))
-            if mesh.rank == 0:
-                args.out.write_text(json.dumps({"command": command(), "sizes": found}, indent=1))
+        for num_tokens, length in bench.args.steps:
+            found.append(run_step(num_tokens, length, bench, model, all2all))
+            bench.write({"sizes": found})
             torch.cuda.empty_cache()
         all2all.close()
 

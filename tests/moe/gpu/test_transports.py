@@ -20,6 +20,6 @@ pytestmark = pytest.mark.multigpu
 def test_conformance(backend: str, option: str | None) -> None:
     if backend != "torch":
         pytest.importorskip("deep_ep")
-    argv = ["-m", "tests.moe.gpu.conformance", backend, *(["--option", option] if option else [])]
+    argv = ["-m", "tests.moe.gpu.conformance", f"{backend}:{option}" if option else backend]
     finished = launch_ranks(2, argv, timeout=180)
     assert finished.returncode == 0, finished.stdout + finished.stderr
