@@ -41,6 +41,8 @@ ROOT = Path(__file__).parent.parent
 GOALS = {"regret_median": 0.03, "regret_worst": 0.10, "plan_error_median": 0.15}
 MODEL = ["--shape", "link", "--num-layers", "2", "--max-num-tokens", "1024", "--max-num-seqs", "64"]
 CONTEXT = ["--context", "16", "--prompt-tokens", "256"]
+# A bucket of 128 KB, the script's default, would let messages of 60 tokens through as if there were no limit.
+ENVIRONMENT = {"PYTHON": sys.executable, "LINK_BURST": "32kb"}
 TRUTH: dict[Phase, tuple[int, ...]] = {"prefill": (48, 96, 192, 384, 640, 896), "decode": (6, 12, 24, 48)}
 SHORT: dict[Phase, tuple[int, ...]] = {"prefill": (48, 192), "decode": (6, 24)}
 
@@ -50,7 +52,7 @@ def calibrate(rate: int, budget: float, file: Path, *argv: str) -> Profile:
     command = [str(ROOT / "scripts/slow_link"), f"{rate}mbit", "calibrate", *MODEL, *CONTEXT, "--out", str(file),
                "--budget", str(budget), "--device", "cpu", *argv]  # fmt: skip
     print("+", " ".join(command[1:]), flush=True)
-    subprocess.run(command, check=True, env=os.environ | {"PYTHON": sys.executable}, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL)
     return read_profile(file)
 
 

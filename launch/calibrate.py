@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -275,13 +276,13 @@ class Calibration:
         layout = self.engine.all2all.capabilities.layout
         wanted = local_experts(self.config.num_experts, self.mesh.world_size)
         bench = ExpertBench(self.config, self.mesh.device, wanted[-1], layout)
-        sizes = spread_sizes([*self.grids["decode"], *self.grids["prefill"]], 6)
+        sizes = outside_in(spread_sizes([*self.grids["decode"], *self.grids["prefill"]], 6))
         found: dict[int, dict[int, Cost]] = {e: {} for e in wanted}
-        for n in sizes:
+        for count, n in enumerate(sizes, start=1):
             for e in wanted:
                 found[e][n] = bench.measure(e, n, until_s)
             self._progress()
-            if self._late(until_s + self.options.budget * PARTS_SHARE * 0.15) and n != sizes[0]:
+            if self._late(until_s + self.options.budget * PARTS_SHARE * 0.15) and count > 1:
                 break
         experts = [ExpertCosts(num_local_experts=e, costs=_series(costs)) for e, costs in found.items()]
         return attention, tuple(replace(each, costs=self._worst(each.costs)) for each in experts)
@@ -297,7 +298,7 @@ class Calibration:
         found: dict[Phase, Series] = {}
         for phase in PHASES:
             costs: dict[int, Cost] = {}
-            for n in spread_sizes(halved(self.grids[phase], options.num_ubatches), 8):
+            for n in outside_in(spread_sizes(halved(self.grids[phase], options.num_ubatches), 8)):
                 lens = phase_lens(phase, n, self._longest())
                 costs[n] = bench.measure(lens, context if phase == "decode" else 0, until_s)
                 self._progress()
@@ -317,7 +318,8 @@ class Calibration:
             return None, None, (there, back)
         limit_s = self._started_s + self.options.budget * PARTS_SHARE
         seen: dict[int, MessageTimes] = {}
-        for n in spread_sizes(halved([*self.grids["decode"], *self.grids["prefill"]], self.options.num_ubatches), 8):
+        sizes = halved([*self.grids["decode"], *self.grids["prefill"]], self.options.num_ubatches)
+        for n in outside_in(spread_sizes(sizes, 8)):
             began = time.monotonic()
             seen[n] = measure_messages(all2all, config, self.mesh.device, n, REPEATS)
             self._progress()
@@ -579,6 +581,16 @@ def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
     if len(every) <= count:
         return every
     return [every[round(i * (len(every) - 1) / (count - 1))] for i in range(count)]
+
+
+def outside_in(sizes: Sequence[int]) -> list[int]:
+    """Smallest, largest, and then the middle of the widest gaps: wherever it is cut off, little is extrapolated."""
+    order = list(dict.fromkeys([*sizes[:1], *sizes[-1:]]))
+    while len(order) < len(sizes):
+        placed = sorted(sizes.index(n) for n in order)
+        low, high = max(pairwise(placed), key=lambda gap: gap[1] - gap[0])
+        order.append(sizes[(low + high) // 2])
+    return order
 
 
 def local_experts(num_experts: int, ranks: int) -> list[int]:

@@ -13,7 +13,7 @@ from dbo.errors import ConfigError
 from dbo.policy import PROBE_OVERLAP, PROBE_WHOLE
 from launch import cli
 from launch.__main__ import main
-from launch.calibrate import Script, comm_sms_choices, grid, halved, local_experts, spread_sizes
+from launch.calibrate import Script, comm_sms_choices, grid, halved, local_experts, outside_in, spread_sizes
 from launch.config import CalibrateOptions
 from launch.parts import AttentionBench, ExpertBench, phase_lens, prefill_lens
 from launch.profile import read_profile
@@ -112,6 +112,8 @@ def test_choices_of_sizes():
     assert halved([9], 3) == [3, 9]
     assert spread_sizes([1, 2, 4, 8, 16, 32], 3) == [1, 4, 32]
     assert spread_sizes([4, 1], 3) == [1, 4]
+    assert outside_in([1, 2, 4, 8, 16]) == [1, 16, 4, 2, 8]
+    assert outside_in([3]) == [3]
     assert local_experts(128, 2) == [1, 2, 4, 8, 16, 32, 64]
     assert local_experts(6, 2) == [1, 2, 3]
     assert local_experts(8, 1) == [1, 2, 4, 8]
