@@ -160,6 +160,7 @@ class GraphInputs:
                 seq_lens=seq_lens[:rows],
                 query_ends=query_ends[: rows + 1],
                 key_ends=key_ends[: rows + 1],
+                whole=descriptor.num_requests is not None,
                 max_num_keys=descriptor.num_tokens,
                 max_seq_len=self._limits.max_request_tokens,
                 uniform_decode=descriptor.uniform_decode,

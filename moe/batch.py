@@ -59,6 +59,8 @@ class FixedInputs:
     """[B + 1] int32 on the device: 0, and where each request's tokens end; no request ends where the last one did."""
     key_ends: Tensor
     """[B + 1] int32 on the device, the same for all keys that each request sees."""
+    whole: bool
+    """The step is captured whole, attention too: else that is an eager part, and reads the lengths on the host."""
     max_num_keys: int
     """Most keys of all requests together, in a step that is captured whole."""
     max_seq_len: int

@@ -82,7 +82,7 @@ class BreakableAttention:
 
     def __call__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> AttentionPlan:
         """See `AttentionBackend`."""
-        if current_capture() is None:
+        if batch.fixed is None or batch.fixed.whole:
             return self._inner(config, batch, kv)
         plan = _Replanned(self._inner, config, batch, kv)
         between_segments(plan.renew)
@@ -97,15 +97,15 @@ class _Replanned:
         self._plan: AttentionPlan | None = None
 
     def renew(self) -> None:
-        fixed, batch = self._batch.fixed, self._batch
-        if fixed is not None:
-            batch = replace(
-                batch,
-                query_lens=fixed.host_query_lens,
-                seq_lens=fixed.host_seq_lens,
-                num_tokens=fixed.host_num_tokens,
-                fixed=None,
-            )
+        fixed = self._batch.fixed
+        assert fixed is not None
+        batch = replace(
+            self._batch,
+            query_lens=fixed.host_query_lens,
+            seq_lens=fixed.host_seq_lens,
+            num_tokens=fixed.host_num_tokens,
+            fixed=None,
+        )
         self._plan = self._inner(self._config, batch, self._kv)
 
     def attend(

@@ -90,14 +90,17 @@ class Steps:
             num_blocks=num_blocks,
         )
         self.kv = KVCache(model.config, num_blocks, BLOCK, model.config.dtype, self.mesh.device)
-        self.inputs = GraphInputs(
-            limits,
-            self.mesh.device,
-            self.mesh.peers.check,
-            num_tokens=self.num_tokens + 2,
-            num_ubatches=2,
-            num_ranks=self.mesh.world_size,
-        )
+        self.inputs = {  # arms run in turns, and each finds its own inputs in place
+            num: GraphInputs(
+                limits,
+                self.mesh.device,
+                self.mesh.peers.check,
+                num_tokens=self.num_tokens + 2,
+                num_ubatches=num,
+                num_ranks=self.mesh.world_size,
+            )
+            for num in (1, 2)
+        }
         self.runner = UBatchRunner(2, device=self.mesh.device, driver=bench.args.driver)
         mode = "relaxed" if bench.args.driver == "threads" else "thread_local"
         self.pool = GraphPool(backend_of(bench), mode=mode)  # type: ignore[arg-type]
@@ -120,16 +123,17 @@ class Steps:
         """Of any rank: they must lay out attention alike only on one rank, so each takes its own."""
         return max(len(self.schedule.chunks), -(-self.num_tokens // TOKENS_PER_REQUEST))
 
-    def descriptor(self, num_ubatches: int) -> BatchDescriptor:
+    def descriptor(self, mode: CUDAGraphMode, num_ubatches: int) -> BatchDescriptor:
         tokens = -(-self.num_tokens // num_ubatches) * num_ubatches
         requests = tokens if self.decode else self.most_requests + 1
-        return BatchDescriptor(
+        exact = BatchDescriptor(
             num_tokens=tokens, num_requests=requests, uniform_decode=self.decode, num_ubatches=num_ubatches
         )
+        return exact.relaxed() if mode is CUDAGraphMode.PIECEWISE else exact
 
-    def parts(self, num_ubatches: int) -> list[ForwardBatch]:
+    def parts(self, mode: CUDAGraphMode, num_ubatches: int) -> list[ForwardBatch]:
         """The inputs, filled as the engine fills them."""
-        shape = self.descriptor(num_ubatches)
+        shape = self.descriptor(mode, num_ubatches)
         ranks = self.mesh.world_size
         plan = BatchPlan(
             config=DBOConfig(overlap="on"),
@@ -140,23 +144,24 @@ class Steps:
             num_tokens_padded=shape.num_tokens,
         )
         slices = make_slices(plan, self.schedule.query_lens, seq_lens=self.schedule.seq_lens)
-        return self.inputs.build(self.schedule, slices, shape)
+        return self.inputs[num_ubatches].build(self.schedule, slices, shape)
 
     def capture(self, mode: CUDAGraphMode, num: int, hold: Callable[[], AbstractContextManager[object]]) -> Arm:
         """Warm up, capture, and compare a replay with the eager run."""
         with self.pool.stream(), hold():
-            parts = self.parts(num)
+            parts = self.parts(mode, num)
             eager = self._forward(parts).clone()
-            with set_cudagraph_capturing_enabled(), step_context(mode, self.descriptor(num)):
+            with set_cudagraph_capturing_enabled(), step_context(mode, self.descriptor(mode, num)):
                 self.wrapped(parts)
         arm = Arm(self, mode, num, hold)
-        self._forward(self.parts(3 - num))  # something else in between
+        self._forward(self.parts(mode, 3 - num))  # something else in between
         arm.fill()
         arm.equal = self.bench.all_agree(torch.equal(arm()[: self.num_tokens], eager[: self.num_tokens]))
         return arm
 
     def eager(self, num: int, hold: Callable[[], AbstractContextManager[object]]) -> Callable[[], Tensor]:
-        parts = self.parts(num)
+        """The same requests without a graph, attention as an eager step has it."""
+        parts = self.parts(CUDAGraphMode.PIECEWISE, num)
 
         def run() -> Tensor:
             with hold():
@@ -184,11 +189,11 @@ class Arm:
 
     def fill(self) -> None:
         """Put the inputs in place."""
-        self.input = self.steps.parts(self.num)
+        self.input = self.steps.parts(self.mode, self.num)
 
     def __call__(self) -> Tensor:
         hold = self.hold if self.mode is CUDAGraphMode.PIECEWISE else nullcontext
-        with self.steps.pool.stream(), hold(), step_context(self.mode, self.steps.descriptor(self.num)):
+        with self.steps.pool.stream(), hold(), step_context(self.mode, self.steps.descriptor(self.mode, self.num)):
             return self.steps.wrapped(self.input)
 
 
