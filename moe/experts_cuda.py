@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.base import Dispatched
-from moe.kernels.grouped import grouped_product, grouped_swiglu
+from moe.kernels.grouped import GroupedWeight, grouped_product, grouped_swiglu
 from moe.kernels.permute import make_permutation, padded_tiles
 from moe.kernels.weighted_sum import weighted_sum
 
@@ -22,7 +22,7 @@ class CudaExperts:
     """See `moe.experts.make_experts`, and `ExpertWeights` for the shapes."""
 
     def __init__(self, w_gate_up: Tensor, w_down: Tensor):
-        self._w_gate_up, self._w_down = w_gate_up.contiguous(), w_down.contiguous()
+        self._w_gate_up, self._w_down = GroupedWeight(w_gate_up.contiguous()), GroupedWeight(w_down.contiguous())
 
     @staticmethod
     def takes(weight: Tensor) -> bool:

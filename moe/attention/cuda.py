@@ -96,8 +96,8 @@ class CudaAttention:
             num_kv_heads=c.num_kv_heads,
             eps=c.rms_norm_eps,
         )
-        heads = qkv.unflatten(-1, (-1, c.head_dim))
-        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
+        heads = qkv.view(qkv.shape[0], -1, c.head_dim)
+        q, k, v = heads.split_with_sizes([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)  # `split` is slow Python
         parts = []
         if start:
             parts.append(self._decode(q[:start], keys, values))
@@ -123,11 +123,9 @@ class CudaAttention:
     def _prefill(self, prompts: _Prompts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim] -> like q."""
         if prompts.length is not None:
-            shape = (-1, prompts.length)
-            q, k, v = (t.unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
-            return (
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-            )
+            q, k, v = (t.view(-1, prompts.length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
         longest = prompts.longest_query, prompts.longest_keys
         return _flash(q, k, v, prompts.query_ends, prompts.key_ends, *longest, self._config.sliding_window)
 
@@ -220,7 +218,8 @@ def _to_device(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) 
     """Each as int32 on the device, by one copy that the host does not wait for."""
     host = torch.from_numpy(np.concatenate(arrays)).to(torch.int32)
     on_device = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-    return on_device.split([len(array) for array in arrays])
+    parts: Sequence[Tensor] = on_device.split([len(array) for array in arrays])
+    return parts
 
 
 def _offsets(lens: IntArray) -> npt.NDArray[np.int64]:

@@ -81,7 +81,24 @@ def _grouped_kernel(
 _grouped = Launcher(_grouped_kernel)
 
 
-def _launch(x: Tensor, source: Tensor | None, weight: Tensor, tiles: Tiles, out: Tensor, *, gated: bool) -> None:
+class GroupedWeight:
+    """One matrix an expert, [num_experts, rows, depth], contiguous; kept with its descriptors, as slow to make as a
+    launch."""
+
+    def __init__(self, weight: Tensor):
+        self.shape = weight.shape
+        self._matrix = weight.view(-1, weight.shape[-1])
+        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def blocks(self, num_rows: int, depth: int) -> TensorDescriptor:
+        """To load blocks of this size."""
+        made = self._descriptors.get((num_rows, depth))
+        if made is None:
+            made = self._descriptors[num_rows, depth] = TensorDescriptor.from_tensor(self._matrix, [num_rows, depth])
+        return made
+
+
+def _launch(x: Tensor, source: Tensor | None, weight: GroupedWeight, tiles: Tiles, out: Tensor, *, gated: bool) -> None:
     width, depth = out.shape[-1], x.shape[-1]
     if tiles.block >= 128:
         block_n, block_k, num_warps, num_stages, per_sm = (128, 64, 8, 4, 1) if gated else (256, 64, 8, 3, 1)
@@ -92,7 +109,7 @@ def _launch(x: Tensor, source: Tensor | None, weight: Tensor, tiles: Tiles, out:
         (grid, 1, 1),
         TensorDescriptor.from_tensor(x, [tiles.block, block_k]) if source is None else x,
         tiles.spans if source is None else source,
-        TensorDescriptor.from_tensor(weight.view(-1, depth), [block_n, block_k]),
+        weight.blocks(block_n, block_k),
         out,
         tiles.spans,
         tiles.count,
@@ -109,7 +126,7 @@ def _launch(x: Tensor, source: Tensor | None, weight: Tensor, tiles: Tiles, out:
     )
 
 
-def grouped_swiglu(x: Tensor, source: Tensor | None, w_gate_up: Tensor, tiles: Tiles, num_rows: int) -> Tensor:
+def grouped_swiglu(x: Tensor, source: Tensor | None, w_gate_up: GroupedWeight, tiles: Tiles, num_rows: int) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) of each tile's expert: [num_rows, width] of x's dtype; other rows undefined.
 
     x [n, hidden], rows strided; `source` [num_rows] int32: the row of x behind each row of the result, None = the same
@@ -121,7 +138,7 @@ def grouped_swiglu(x: Tensor, source: Tensor | None, w_gate_up: Tensor, tiles: T
     return out
 
 
-def grouped_product(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
+def grouped_product(x: Tensor, weight: GroupedWeight, tiles: Tiles) -> Tensor:
     """x @ weight.T of each tile's expert: [n, width] of x's dtype; rows outside all tiles undefined.
 
     x [n, depth]; weight [num_experts, width, depth], contiguous; depth and width multiples of 8.

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.kernels.grouped import grouped_product, grouped_swiglu
+from moe.kernels.grouped import GroupedWeight, grouped_product, grouped_swiglu
 from moe.kernels.permute import make_permutation, padded_tiles
 from moe.kernels.weighted_sum import weighted_sum
 from tests.moe.kernels.test_permute import routing
@@ -39,8 +39,8 @@ def test_rows_layout_matches_one_expert_at_a_time(hidden, width, block, device, 
     w_gate_up, w_down = weights(num_experts, hidden, width, device, dtype)
 
     made = make_permutation(ids, num_experts, block)
-    h = grouped_swiglu(x, made.source, w_gate_up, made.tiles, ids.numel())
-    y = weighted_sum(grouped_product(h, w_down, made.tiles), made.position, w)
+    h = grouped_swiglu(x, made.source, GroupedWeight(w_gate_up), made.tiles, ids.numel())
+    y = weighted_sum(grouped_product(h, GroupedWeight(w_down), made.tiles), made.position, w)
 
     expected = torch.zeros(num_rows, hidden, dtype=torch.float64, device=device)
     for row, k in (ids >= 0).nonzero().tolist():
@@ -58,8 +58,8 @@ def test_padded_layout_reads_only_the_counted_rows(device, dtype):
         x[e, :count] = torch.randn(count, hidden, device=device).to(dtype)
     w_gate_up, w_down = weights(num_experts, hidden, width, device, dtype)
     tiles = padded_tiles(counts, capacity, block=16)
-    h = grouped_swiglu(x.view(-1, hidden), None, w_gate_up, tiles, num_experts * capacity)
-    y = grouped_product(h, w_down, tiles).view_as(x)
+    h = grouped_swiglu(x.view(-1, hidden), None, GroupedWeight(w_gate_up), tiles, num_experts * capacity)
+    y = grouped_product(h, GroupedWeight(w_down), tiles).view_as(x)
     for e, count in enumerate(counts.tolist()):
         assert count == 0 or close(y[e, :count], expert(x[e, :count], w_gate_up[e], w_down[e]))
 
@@ -71,13 +71,17 @@ def test_a_row_does_not_depend_on_its_neighbours(device, dtype):
 
     def run(rows):
         made = make_permutation(ids[rows], 3, 16)
-        h = grouped_swiglu(x[rows], made.source, w_gate_up, made.tiles, ids[rows].numel())
+        h = grouped_swiglu(x[rows], made.source, GroupedWeight(w_gate_up), made.tiles, ids[rows].numel())
         return weighted_sum(
-            grouped_product(h, w_down, made.tiles), made.position, torch.ones(ids[rows].shape, device=device)
+            grouped_product(h, GroupedWeight(w_down), made.tiles),
+            made.position,
+            torch.ones(ids[rows].shape, device=device),
         )
 
     whole = run(slice(0, 50))
-    assert torch.equal(whole, torch.cat([run(slice(0, 21)), run(slice(21, 50))]))
+    parts = torch.cat([run(slice(0, 21)), run(slice(21, 50))])
+    # The interpreter multiplies with numpy, whose result may depend on a row's place in its block.
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0 if device.type == "cuda" else 1e-6)
 
 
 def test_weighted_sum_of_no_rows(device, dtype):
