@@ -9,13 +9,18 @@ about 30 GB/s each way with them.
 
     overlap efficiency = (whole - overlap) / (whole - max(compute alone, messages alone)), 1.0 being the limit
 
+`four`: with so many ubatches.
+`host_profile`: where the host's time goes in overlap, by function, under Python's profiler (which adds to short ones).
 `bare` is whole without any overlap machinery. `threads` take their turns on the caller's core, `threads_free` wherever
 the system puts them.
 """
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +57,9 @@ def check_gates(arms: Arms, all2all: Any, bench: Bench) -> Gates:
                 gates[f"overlap_{driver}_{mode}_equal"] = all(
                     torch.equal(arms.overlap(driver), split) for _ in range(2)
                 )
+    four = arms.split("four")
+    gates["overlap_four_equal"] = torch.equal(arms.overlap("four"), four)
+    gates["whole_relative_error_of_four"] = relative_error(whole, four)
     equal = all(v for k, v in gates.items() if k.endswith("_equal"))
     gates["passed"] = bench.all_agree(equal and gates["whole_relative_error"] < WHOLE_LIMIT)
     if not gates["passed"]:
@@ -111,10 +119,32 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
     for mode in ("carve", "green") if nic else ("none", "carve"):
         runs[f"overlap_greenlet_{mode}"] = on(mode, lambda: arms.overlap("greenlet"))
     if nic:
+        runs[f"overlap_four_{best}"] = on(best, lambda: arms.overlap("four"))
         runs["split"] = on("none", arms.split)
         runs["bare"] = on("none", recorded["bare"])
         runs[f"overlap_free_{best}"] = on(best, lambda: arms.overlap("free"))
     return runs
+
+
+def host_profile(arms: Arms, bench: Bench, num_layers: int, calls: int = 10, top: int = 40) -> list[dict[str, Any]]:
+    """The functions with most time of their own, per layer of both ubatches."""
+    profiler = cProfile.Profile()
+    for _ in range(calls):
+        bench.clock.synchronize()
+        bench.meet()
+        profiler.enable()
+        arms.overlap("greenlet")
+        profiler.disable()
+    stats: Any = pstats.Stats(profiler)
+    scale = calls * num_layers
+    rows = [
+        {
+            "function": f"{Path(file).name}:{line} {name}",
+            "calls": count / scale, "own_us": own / scale * 1e6, "all_us": total / scale * 1e6,
+        }
+        for (file, line, name), (_, count, own, total, _) in stats.stats.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -float(row["own_us"]))[:top]
 
 
 def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
@@ -158,6 +188,9 @@ def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
         found["sms"][str(num_sms)] = {name: per_layer(t, config.num_layers) for name, t in times.items()}
         shown = {n: f"{t.host / config.num_layers:.2f}/{t.median / config.num_layers:.2f}" for n, t in times.items()}
         bench.say(num_tokens, num_sms, shown)
+    found["host_profile"] = host_profile(arms, bench, config.num_layers)
+    for row in found["host_profile"][:15]:
+        bench.say(f"  {row['own_us']:7.1f} us {row['calls']:5.1f} x {row['function']}")
     arms.close()
     recorded.close()
     split_recorded.close()

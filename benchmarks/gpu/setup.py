@@ -242,9 +242,9 @@ def decodes(config: ModelConfig, num_requests: int, mesh: Mesh) -> tuple[Forward
     return batch, kv
 
 
-def halves(batch: ForwardBatch, mesh: Mesh) -> list[ForwardBatch]:
-    """The two ubatches that the runtime would make of the batch."""
-    config = DBOConfig(overlap="on", decode_token_threshold=0, prefill_token_threshold=0)
+def cut(batch: ForwardBatch, mesh: Mesh, num_ubatches: int) -> list[ForwardBatch]:
+    """The ubatches that the runtime would make of the batch."""
+    config = DBOConfig(overlap="on", num_ubatches=num_ubatches, decode_token_threshold=0, prefill_token_threshold=0)
     agreement = Agreement(
         mesh.agreement_group,
         dp_rank=mesh.rank,
@@ -441,29 +441,36 @@ def meet(mesh: Mesh) -> None:
 
 
 class Arms:
-    """The ways to run one batch: `whole`, and with two ubatches `split` and `overlap` by either driver."""
+    """The ways to run one batch: `whole`, and with ubatches `split` and `overlap` by either driver.
+
+    Two ubatches; with the driver "four" so many, in greenlets: finer turns leave shorter gaps and cost the host more.
+    """
 
     def __init__(self, model: Model, batch: ForwardBatch, kv: KVCache, mesh: Mesh, *, last_only: Tensor | None = None):
         self.model, self.batch, self.kv, self._last = model, batch, kv, last_only
-        self.parts = halves(batch, mesh)
+        self._parts = {n: cut(batch, mesh, n) for n in (2, 4)}
         self.runners = {name: UBatchRunner(2, device=mesh.device, driver=name) for name in ("threads", "greenlet")}
         self.runners["free"] = UBatchRunner(2, device=mesh.device)
+        self.runners["four"] = UBatchRunner(4, device=mesh.device, driver="greenlet")
         self.runners["free"]._driver.one_core = False  # threads that the system puts where it likes
 
     def whole(self) -> Tensor:
         return self._finish(self.model(self.batch, self.kv))
 
-    def split(self) -> Tensor:
-        return self._run("greenlet", interleave=False)
+    @property
+    def parts(self) -> list[ForwardBatch]:
+        return self._parts[2]
+
+    def split(self, driver: str = "greenlet") -> Tensor:
+        return self._run(driver, interleave=False)
 
     def overlap(self, driver: str) -> Tensor:
         return self._run(driver, interleave=True)
 
     def _run(self, driver: str, *, interleave: bool) -> Tensor:
         runner = self.runners[driver]
-        return self._finish(
-            torch.cat(runner.run(lambda part: self.model(part, self.kv), self.parts, interleave=interleave))
-        )
+        parts = self._parts[runner.num_ubatches]
+        return self._finish(torch.cat(runner.run(lambda part: self.model(part, self.kv), parts, interleave=interleave)))
 
     def _finish(self, hidden: Tensor) -> Tensor:
         return hidden if self._last is None else self.model.compute_logits(hidden[self._last])

@@ -168,7 +168,7 @@ class Suite:
 
 def _copy(lines: Any, log: Path) -> None:
     """What a part says goes to the terminal and into its log."""
-    with log.open("wb") as kept:
+    with lines, log.open("wb") as kept:
         for line in lines:
             kept.write(line)
             sys.stdout.buffer.write(line)

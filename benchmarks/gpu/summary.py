@@ -72,6 +72,9 @@ def of_slow_link(n: int, arms: dict[str, Figure], compute_whole: Figure) -> dict
             continue  # hardly anything to gain: the quotient would be noise
         gain = [(whole["value"] - overlap[k]) / (whole["value"] - limit) for k in ("value", "high", "low")]
         figures[f"nic_class_{name}_{n}"] = single(gain[0], "1", gain[1], gain[2])
+    if any(arm.startswith("overlap_four") for arm in arms):
+        figures[f"nic_class_speedup_two_ubatches_{n}"] = ratio(whole, best_overlap(arms, "greenlet"))
+        figures[f"nic_class_speedup_four_ubatches_{n}"] = ratio(whole, best_overlap(arms, "four"))
     if "bare" in arms:
         figures["off_overhead" if n == 16384 else f"off_overhead_{n}"] = ratio(whole, arms["bare"])
     for driver, name in (("greenlet", ""), ("threads", "_threads"), ("free", "_threads_free")):

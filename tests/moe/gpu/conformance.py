@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
+    args.rounds = 2 if args.rehearse else args.rounds
     with Mesh.start(device="cpu" if args.rehearse else "cuda") as mesh:
         found = {}
         for named in args.backends:
