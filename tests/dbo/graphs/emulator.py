@@ -151,7 +151,9 @@ class _Recorder(TorchDispatchMode):
         kwargs, graph = kwargs or {}, self._emulator.open
         if graph is None:
             return operator(*args, **kwargs)
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags) and not (
+            operator is torch.ops.aten.index.Tensor and all(t is None or t.dtype != torch.bool for t in args[1])
+        ):
             raise RuntimeError(f"{operator}: operation not permitted when stream is capturing")
         schema = operator._schema
         writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
