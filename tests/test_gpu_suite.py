@@ -5,11 +5,19 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks.gpu import suite, summary
+from benchmarks.gpu import routing, setup, suite, summary
 from benchmarks.gpu.clock import covered
+from dbo.agreement import Agreement, Vote
+from dbo.config import DBOConfig
+from dbo.policy import make_policy
+from dbo.slices import make_slices, split_batch
+from moe.all2all.local import LocalAll2All
+from moe.config import named_shape
 from tests.ranks import REPOSITORY
 
 CALL_S = 540  # what one loan of GPUs gives
@@ -158,3 +166,44 @@ def test_rehearsal(tmp_path):
     }  # fmt: skip
     missing = wanted - set(named) - {"nvlink_speedup_16384"}  # left out where the most SMs are best for whole
     assert not missing
+
+
+def layers_apart(noise):
+    """What `routing` finds of a tiny model on one rank whose whole arm is off by so much at the end of each layer."""
+    torch.manual_seed(0)
+    config = replace(named_shape("tiny"), num_layers=3)
+    place = {"group": None, "device": torch.device("cpu"), "config": config, "max_tokens_per_rank": 96}
+    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0)
+    model = setup.random_model(config, LocalAll2All(**place), mesh.device)
+    batch, kv = setup.prompts(config, 96, 24, mesh)
+    parts = split_batch(batch, cut_at(batch, 48))
+
+    class Off(routing.Stream):
+        def step(self, layer, x, residual):
+            off = noise * torch.randn(x.shape) * x if len(x) == 96 else 0.0
+            return super().step(layer, x + off, residual)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(routing, "Stream", Off)
+        return routing.compare_layers(model, batch, parts, kv)
+
+
+def cut_at(batch, tokens):
+    config = DBOConfig(overlap="on", prefill_token_threshold=0, allow_single_rank=True)
+    agreement = Agreement(None, dp_rank=0, dp_size=1, config=config, policy=make_policy(config))
+    plan = agreement.agree(Vote(num_tokens=batch.num_tokens, num_tokens_padded=batch.num_tokens))
+    slices = make_slices(plan, batch.query_lens, seq_lens=batch.seq_lens)
+    assert slices[0].num_tokens == tokens
+    return slices
+
+
+def test_roundings_pass_the_gate_and_errors_do_not():
+    same = layers_apart(0.0)
+    assert routing.passes(same)
+    assert routing.worst(same)["same_error"] < 1e-5
+    rounded, wrong = layers_apart(2.0**-9), layers_apart(0.5)
+    assert len(rounded) == 3
+    assert routing.passes(rounded), routing.worst(rounded)
+    assert routing.worst(rounded)["same_error"] > 1e-4
+    assert not routing.passes(wrong)
+    assert routing.worst(wrong)["other_rows"] > 0

@@ -56,7 +56,8 @@ def generate(model: Path, prompts: Path, options: list[str], num_ranks: int, out
     """The answers of one run."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     arguments = ["--model", str(model), "--prompts", str(prompts), "--output", str(output), "--logprobs", "2"]
-    subprocess.run([*launcher, "-m", "launch", "generate", *arguments, *options], check=True, timeout=240)
+    limit_s = 1500 if "float32" in options else 150
+    subprocess.run([*launcher, "-m", "launch", "generate", *arguments, *options], check=True, timeout=limit_s)
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
