@@ -99,8 +99,13 @@ class TorchState:
         )
 
     def _device_in_force(self) -> bool:
-        index, stream = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
-        return index == self.device_index and stream == self.stream
+        # What `torch.cuda.current_device` and `current_stream` ask, without their Python: this runs in every turn.
+        stream = self.stream
+        return (
+            stream is not None
+            and torch._C._cuda_getDevice() == self.device_index
+            and torch._C._cuda_getCurrentRawStream(stream.device_index) == stream.cuda_stream
+        )
 
     def __enter__(self) -> None:
         """For a thread that is in this state: whatever happens in the block, it is in this state afterwards."""
