@@ -132,6 +132,11 @@ class EngineOptions(Options):
     kv_cache_memory: int = option(
         4 * 2**30, "Memory for the KV cache of a rank, at most.", check=at_least(1), parse=parse_bytes, metavar="SIZE"
     )
+    offload_layers: int = option(
+        0,
+        "Layers whose experts live in host memory and are copied in ahead of use; two at a time are on the device.",
+        check=Check("0, or 3 or more", lambda value: value == 0 or value >= 3),
+    )
     seed: int = option(0, "Seed of sampling and of dummy weights.", check=at_least(0))
     step_timeout: float = option(
         60.0,

@@ -160,10 +160,13 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
             dtype=resolved.model.dtype,
             load_format=options.load_format,
             seed=options.seed,
+            offload_layers=options.offload_layers,
         )
         limits = resolved.limits
         kv = KVCache(resolved.model, limits.num_blocks, limits.block_size, resolved.model.dtype, mesh.device)
-        return Engine(mesh, loaded, all2all, kv, limits, clock)
+        engine = Engine(mesh, loaded, all2all, kv, limits, clock)
+        engine.offloader = loaded.offloader
+        return engine
 
     engine = together(mesh, "load", load)
     together(mesh, "all2all", lambda: self_test(engine.all2all, resolved.model, mesh.device))

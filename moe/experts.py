@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.all2all.base import Dispatched
-from moe.linear import Linear, make_linear
+from moe.linear import Linear, make_linear, plain_linear
 
 Experts = Callable[[Dispatched], Tensor]
 
@@ -34,19 +34,20 @@ class ExpertWeights:
     w_down: Tensor
 
 
-def make_experts(weights: ExpertWeights) -> Experts:
+def make_experts(weights: ExpertWeights, *, packed: bool = True) -> Experts:
     """Make the function that runs the rows of a `Dispatched` through the experts they chose.
 
     It gives, contiguous and in the dtype of `received.x`: for the rows layout [n, hidden], weighted and summed over
     these experts; for the padded layout [num_local_experts, capacity, hidden], not weighted, undefined beyond each
     expert's count. The weights may be kept in another form: a caller that drops its tensors has them in memory once.
+    `packed=False` keeps them as they are, for tensors whose values change.
     """
     if weights.w_gate_up.is_cuda:
         from moe.experts_cuda import CudaExperts  # a laptop has no Triton
 
         if CudaExperts.takes(weights.w_gate_up) and CudaExperts.takes(weights.w_down):
             return CudaExperts(weights.w_gate_up, weights.w_down)
-    return _ExpertByExpert(weights)
+    return _ExpertByExpert(weights, packed)
 
 
 class _ExpertByExpert:
@@ -57,9 +58,10 @@ class _ExpertByExpert:
 
     reads_host = True
 
-    def __init__(self, weights: ExpertWeights):
-        self._gate_up = [make_linear(weight) for weight in weights.w_gate_up]
-        self._down = [make_linear(weight) for weight in weights.w_down]
+    def __init__(self, weights: ExpertWeights, packed: bool = True):
+        linear = make_linear if packed else plain_linear
+        self._gate_up = [linear(weight) for weight in weights.w_gate_up]
+        self._down = [linear(weight) for weight in weights.w_down]
 
     def __call__(self, received: Dispatched) -> Tensor:
         if received.topk_idx is not None and received.topk_weights is not None:

@@ -35,6 +35,7 @@ from moe.config import ModelConfig
 from moe.experts import Experts
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
+from moe.offload import OffloadedExperts
 
 
 def make_capturable(model: Model, workspace: Workspace) -> None:
@@ -43,8 +44,10 @@ def make_capturable(model: Model, workspace: Workspace) -> None:
     for layer in model.moe_layers:
         if not layer.all2all.capabilities.capturable:
             layer.all2all = BreakableAll2All(layer.all2all, workspace)
-        if _reads_host(layer.experts):
-            layer.experts = BreakableExperts(layer.experts)
+        if isinstance(layer.experts, OffloadedExperts):
+            layer.experts.inner = _breakable(layer.experts.inner)
+        else:
+            layer.experts = _breakable(layer.experts)
 
 
 def check_mode(mode: CUDAGraphMode, model: Model) -> None:
@@ -63,8 +66,12 @@ def check_mode(mode: CUDAGraphMode, model: Model) -> None:
             raise ConfigError(
                 "cudagraph_mode", name, f"a transport that can be captured, not {layer.all2all.name}", remedy
             )
-        if _reads_host(layer.experts):
+        if _reads_host(getattr(layer.experts, "inner", layer.experts)):
             raise ConfigError("cudagraph_mode", name, "experts that need no counts on the host", remedy)
+
+
+def _breakable(experts: Experts) -> Experts:
+    return BreakableExperts(experts) if _reads_host(experts) else experts
 
 
 def _reads_host(experts: Experts) -> bool:

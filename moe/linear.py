@@ -23,10 +23,15 @@ ROWS_HINT = 16  # any from 4 up gives the same layout; oneDNN's choice for 1 is 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """`x [n, k] -> x @ weight.T + bias [n, m]` for weight [m, k], bias [m] or None; n may be 0."""
     if not _can_pack(weight):
-        return lambda x: F.linear(x, weight, bias)
+        return plain_linear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
     multiply = torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The same, reading `weight` where it is in every call."""
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -88,8 +88,12 @@ def load_params(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
+    on_host: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Check every parameter, then allocate and fill them one by one; blocks until done. Raises WeightError."""
+    """Check every parameter, then allocate and fill them one by one; blocks until done. Raises WeightError.
+
+    on_host: names of those that move to the host once filled, on the device, where random ones are the same.
+    """
     source.check(params.values())
     size = {name: math.prod(param.shape) * dtype.itemsize for name, param in params.items()}
     loaded: dict[str, Tensor] = {}
@@ -98,6 +102,8 @@ def load_params(
         for name, param in params.items():
             loaded[name] = torch.empty(param.shape, dtype=dtype, device=device)
             source.fill(loaded[name], param)
+            if name in on_host:
+                loaded[name] = loaded[name].cpu()
             bar.update(size[name])
     return loaded
 

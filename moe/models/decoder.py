@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.context import note_layer
+from dbo.offload import Offloader
 from moe.all2all.base import All2All
 from moe.attention.base import AttentionBackend, AttentionPlan
 from moe.attention.choice import choose_attention
@@ -54,6 +55,7 @@ class Model:
         self.layers = [_make_layer(config, _take(params, f"layers.{i}."), all2all, i) for i in range(config.num_layers)]
         self.attention = attention or choose_attention(self.device, self.dtype)
         self._rotary = Rotary(config, self.device)
+        self.offloader: Offloader | None = None  # of weights that are not always here
         self._final_norm = params.pop("final_norm")
         self._head = make_linear(self.embedding if config.tie_embeddings else params.pop("head"))
 

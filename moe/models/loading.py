@@ -17,6 +17,7 @@ from moe.all2all.base import All2All, expert_range
 from moe.config import DTYPES, ModelConfig, read_config
 from moe.models.decoder import Model, declare_params
 from moe.models.registry import family_named
+from moe.offload import attach, offload, offloaded_layers, parameters_on_host
 from moe.weights import Checkpoint, DummyWeights, WeightSource, load_params
 
 
@@ -28,12 +29,14 @@ def load_model(
     dtype: torch.dtype | Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
+    offload_layers: int = 0,
     progress: bool = True,
 ) -> Model:
     """Load what rank `all2all.ep_rank` holds of a Hugging Face directory; a ModelConfig gets random weights.
 
     `dtype="auto"` keeps the checkpoint's. `load_format="dummy"` takes only the shape from `model` and random weights
-    from `seed`, the same for any number of ranks. The progress bar (standard error) is rank 0's. Blocks until loaded.
+    from `seed`, the same for any number of ranks. The experts of `offload_layers` layers live in host memory, see
+    `Model.offloader`. The progress bar (standard error) is rank 0's. Blocks until loaded.
     Raises ConfigError for what the config asks and WeightError for what the checkpoint lacks, on every rank alike and
     before anything is loaded; takes part in no collective.
     """
@@ -47,14 +50,20 @@ def load_model(
         source = Checkpoint(model)
     kept = config.dtype if dtype == "auto" else DTYPES[dtype] if isinstance(dtype, str) else dtype
     experts = expert_range(config.num_experts, all2all.ep_size, all2all.ep_rank)
+    layers = offloaded_layers(config, offload_layers) if offload_layers else []
     params = load_params(
         source,
         declare_params(config, family_named(config.family), experts),
         dtype=kept,
         device=torch.device(device),
         progress=progress and all2all.ep_rank == 0,
+        on_host=parameters_on_host(layers),
     )
-    return Model(replace(config, dtype=kept), params, all2all)
+    offloader = offload(params, layers, torch.device(device))
+    loaded = Model(replace(config, dtype=kept), params, all2all)
+    if offloader is not None:
+        attach(loaded, layers, offloader)
+    return loaded
 
 
 def count_parameters(config: ModelConfig) -> int:

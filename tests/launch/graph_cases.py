@@ -48,7 +48,8 @@ def watch(model: Model, emulator: Emulator) -> None:
 
 def with_graphs(engine: Engine, emulator: Emulator, dbo: DBOConfig, mode: str, sizes: Sequence[int]) -> Graphs:
     """Capture graphs for `dbo` and let the engine use them."""
-    engine.graphs = Graphs(engine, dbo, CUDAGraphMode.parse(mode), emulator, sizes=sizes, debug=True)
+    engine.graphs = Graphs(engine, dbo, CUDAGraphMode.parse(mode), emulator, sizes=sizes, debug=True,
+                          offloader=engine.offloader)  # fmt: skip
     with emulator.watching():
         engine.graphs.capture()
     return engine.graphs

@@ -92,9 +92,25 @@ def test_a_mode_that_this_device_cannot_run_is_refused(tiny_models) -> None:
         run_graphs(mesh, model.directory, [(0, model.prompts[0])], ARMS["off"], "full_decode_only")
 
 
+@pytest.mark.parametrize("arm", ["off", "on", "split"])
+def test_offloaded_experts_give_the_same(tiny_models, arm: str) -> None:
+    """Eagerly and from segments, whole and in ubatches."""
+    model, answers = tiny_models("qwen3_moe"), []
+    prompts = list(enumerate(model.prompts[:10]))
+    for count in (0, 3):
+        with Mesh.start(device="cpu", environment={}) as mesh:
+            options = {"dtype": "bfloat16", "offload_layers": count}
+            eager, found = run_graphs(mesh, model.directory, prompts, ARMS[arm], "piecewise", (4, 32), options)
+        check_graphs(found, ARMS[arm])
+        answers += [eager.answers, found.report.answers]
+    assert all(found == answers[0] for found in answers)
+
+
 def test_the_options_of_graphs(tiny_models) -> None:
     model = tiny_models("mixtral")
     given = dict(model=model.directory, prompts="-", output="out.jsonl", cudagraph_mode="piecewise", **OPTIONS)
+    with pytest.raises(ConfigError, match="--offload-layers=2 is not allowed: 0, or 3 or more"):
+        GenerateOptions(**given, offload_layers=2)
     with pytest.raises(ConfigError, match="--cudagraph-capture-sizes='4,x' is not allowed: numbers of tokens such as"):
         GenerateOptions(**given, cudagraph_capture_sizes="4,x")
     options = GenerateOptions(**given)
