@@ -130,7 +130,7 @@ class DeepEPHighThroughput(Transport):
                 self._wait(arrived)
                 rows = _dequantise(*received) if self._fp8 else received
                 return Dispatched(
-                    x=rows[:, : self.hidden],
+                    x=narrowed(rows, self.hidden),
                     topk_idx=local_idx,
                     topk_weights=weights,
                     num_tokens_per_expert=counts or None,
@@ -157,8 +157,8 @@ class DeepEPHighThroughput(Transport):
 
             def finish() -> Tensor:
                 self._wait(arrived)
-                result: Tensor = combined[: back.num_tokens, : self.hidden]
-                return result
+                rows: Tensor = combined if combined.shape[0] == back.num_tokens else combined[: back.num_tokens]
+                return narrowed(rows, self.hidden)
 
             return finish
 
@@ -254,6 +254,11 @@ def check_setup(name: str, setup: Setup) -> None:
 def widened(x: Tensor, hidden: int) -> Tensor:
     """x with zeros behind its last dimension up to `hidden`, contiguous; x itself where it is both already."""
     return F.pad(x, (0, hidden - x.shape[-1])) if x.shape[-1] != hidden else x.contiguous()
+
+
+def narrowed(x: Tensor, hidden: int) -> Tensor:
+    """The other way round: without what was behind `hidden`; a view costs the host as much as a launch."""
+    return x if x.shape[-1] == hidden else x[..., :hidden]
 
 
 def _layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from dbo.errors import ConfigError
 from dbo.work import Comm, Work
 from moe.all2all.base import Capabilities, Dispatched, ExpertShape, Setup, Transport, check_routing
-from moe.all2all.deepep_ht import check_setup, import_deep_ep, stay_busy, widened
+from moe.all2all.deepep_ht import check_setup, import_deep_ep, narrowed, stay_busy, widened
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
@@ -96,7 +96,7 @@ class DeepEPLowLatency(Transport):
                 receive()
                 rows = _dequantise(received[0], received[1], counts) if self._fp8 else received
                 return Dispatched(
-                    x=rows[..., : self.hidden],
+                    x=narrowed(rows, self.hidden),
                     topk_idx=None,
                     topk_weights=None,
                     num_tokens_per_expert=counts,
@@ -122,8 +122,7 @@ class DeepEPLowLatency(Transport):
 
             def finish() -> Tensor:
                 receive()
-                result: Tensor = combined[:, : self.hidden]
-                return result
+                return narrowed(combined, self.hidden)
 
             return finish
 

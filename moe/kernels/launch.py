@@ -8,11 +8,14 @@ on, no more: types, the alignment of pointers, and whether a number is 1 or a mu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler would call before and after
 
@@ -33,7 +36,7 @@ class Launcher:
         **constants: float,
     ) -> None:
         """Enqueue the kernel on the current stream; `constants` in the order of the signature."""
-        key = (*map(_kind, arguments), *constants.values(), num_warps, num_stages)
+        key = (*[_KINDS[type(a)](a) for a in arguments], *constants.values(), num_warps, num_stages)
         compiled = self._compiled.get(key)
         if compiled is not None:
             run, function, metadata = compiled
@@ -47,12 +50,20 @@ class Launcher:
             self._compiled[key] = made.run, made.function, made.packed_metadata
 
 
-def _kind(argument: Any) -> Any:
-    """What of an argument a compiled form depends on."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.get_device(), argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
-    if isinstance(argument, float):
-        return float
-    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
+def _kind_of_tensor(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15 == 0
+
+
+def _kind_of_int(number: int) -> Any:
+    return number == 1, number & 15 == 0, -(1 << 31) <= number < 1 << 31
+
+
+_KINDS: dict[type, Callable[[Any], Any]] = {
+    Tensor: _kind_of_tensor,
+    Parameter: _kind_of_tensor,
+    int: _kind_of_int,
+    bool: _kind_of_int,
+    float: lambda _: float,
+    TensorDescriptor: lambda descriptor: (descriptor.base.dtype, *descriptor.block_shape),
+}
+"""What of an argument a compiled form depends on, by the argument's type."""

@@ -73,4 +73,5 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
         E=power_of_2(num_experts),
         R=power_of_2(num_ranks),
     )
-    return counts[:num_ranks], counts[num_ranks:], in_rank.view(torch.bool)
+    per_rank, per_expert = counts.split_with_sizes([num_ranks, num_experts])
+    return per_rank, per_expert, in_rank.view(torch.bool)

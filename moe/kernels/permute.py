@@ -146,7 +146,7 @@ def make_permutation(topk_idx: Tensor, num_experts: int, block: int) -> Permutat
     # One allocation for all the index tensors: an allocation costs the host as much as a launch.
     sizes = [num_blocks * num_experts, num_slots, num_slots, num_experts, 3 * max_tiles, 1]
     buffer = torch.empty(sum(sizes), dtype=torch.int32, device=topk_idx.device)
-    counts, position, source, ends, spans, count = buffer.split(sizes)
+    counts, position, source, ends, spans, count = buffer.split_with_sizes(sizes)  # `split` is slow Python
     shape = {
         "NUM_EXPERTS": num_experts,
         "E": max(16, power_of_2(num_experts)),
@@ -193,7 +193,7 @@ def padded_tiles(num_tokens_per_expert: Tensor, capacity: int, block: int) -> Ti
     num_experts = num_tokens_per_expert.numel()
     max_tiles = num_experts * ceil_div(capacity, block)
     buffer = torch.empty(3 * max_tiles + 1, dtype=torch.int32, device=num_tokens_per_expert.device)
-    spans, count = buffer.split([3 * max_tiles, 1])
+    spans, count = buffer.split_with_sizes([3 * max_tiles, 1])
     _padded_tiles(
         (1, 1, 1),
         num_tokens_per_expert,
