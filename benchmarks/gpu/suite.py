@@ -84,6 +84,7 @@ PARTS = (
     ),
     Part(name="steps", call=1, seconds=110, module="benchmarks.gpu.steps"),
     Part(name="decode", call=1, seconds=70, module="benchmarks.gpu.decode"),
+    Part(name="engine", call=1, seconds=100, module="benchmarks.gpu.engine", arguments="--ranks {ranks}", ranks=0),
     Part(
         name="prefill-sizes", call=2, seconds=110, module="benchmarks.gpu.prefill",
         arguments="--tokens 4096,2048,32768 --sms 8,16,24,32,48",
