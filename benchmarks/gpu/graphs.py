@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.setup import BLOCK, LONGEST, SHORTEST, Bench, make_parser, numbers, random_model
+from benchmarks.gpu.summary import NIC_SMS, Figure, passed, plain, ratio, single
 from dbo.agreement import BatchPlan, Reason
 from dbo.config import DBOConfig
 from dbo.graphs.backend import GraphBackend
@@ -335,6 +336,68 @@ def round_trip_ms(bench: Bench, all2all: Any, config: Any, num_tokens: int) -> f
     return bench.clock.device_ms(run, rounds=5, ahead_ms=AHEAD_MS, meet=bench.meet) / times
 
 
+# ------------------------------------------------------------------ figures, for summary.json
+
+
+def of_prefill(sizes: list[dict[str, Any]]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for size in passed(sizes):
+        n, by_sms = size["num_tokens"], size["sms"]
+        for mode in ("full", "piecewise"):
+            found = {sms: best(arms, mode) for sms, arms in by_sms.items() if f"whole_{mode}" in arms}
+            name = "graph" if mode == "full" else "piecewise"
+            if NIC_SMS in found:
+                figures[f"{name}_overlap_speedup_nic_{n}"] = ratio(*found[NIC_SMS])
+            if found:
+                whole, overlap = (min((pair[k] for pair in found.values()), key=value) for k in (0, 1))
+                figures[f"{name}_overlap_speedup_best_{n}"] = ratio(whole, overlap)
+                figures[f"host_ms_per_layer_overlap_{mode}_{n}"] = single(overlap["host_ms_per_layer"], "ms")
+                eager = min((best(arms, "eager")[1] for arms in by_sms.values()), key=value)
+                figures[f"{name}_overlap_over_eager_overlap_{n}"] = ratio(eager, overlap)
+        nic = by_sms.get(NIC_SMS, {})
+        if "whole_full" in nic and "whole_piecewise" in nic:
+            figures[f"piecewise_over_full_{n}"] = ratio(best(nic, "piecewise")[1], best(nic, "full")[1])
+    return figures
+
+
+def of_steps(sizes: list[dict[str, Any]]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for size in passed(sizes):
+        pairs = [best(arms, "full") for arms in size["sms"].values() if "whole_full" in arms]
+        for k, arm in enumerate(("whole", "overlap")):
+            if pairs:
+                figures[f"prefill_graph_ms_{arm}_{size['num_tokens']}"] = plain(min((p[k] for p in pairs), key=value))
+    return figures
+
+
+def of_decode(sizes: list[dict[str, Any]]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for size in passed(sizes):
+        n, arms = size["num_tokens"], size["arms"]
+        for arm in ("whole", "overlap"):
+            if f"{arm}_graph" in arms:
+                figures[f"decode_graph_ms_{arm}_{n}"] = single(arms[f"{arm}_graph"]["device_ms"], "ms")
+                figures[f"decode_graph_step_ms_{arm}_{n}"] = plain(arms[f"{arm}_graph"])
+                figures[f"decode_graph_host_us_{arm}_{n}"] = single(arms[f"{arm}_graph"]["host_ms"] * 1e3, "us")
+        figures[f"decode_graph_speedup_over_eager_{n}"] = ratio(arms["whole_eager"], arms["whole_graph"])
+        over = arms["whole_graph"]["device_ms"] / size["floor"]["floor_ms"]
+        figures[f"decode_graph_over_floor_{n}"] = single(over, "1")
+    return figures
+
+
+FIGURES = {"prefill": of_prefill, "steps": of_steps, "decode": of_decode}
+
+
+def value(figure: Figure) -> float:
+    return float(figure["value"])
+
+
+def best(arms: dict[str, Figure], mode: str) -> tuple[Figure, Figure]:
+    """Whole, and the fastest form of overlap."""
+    overlaps = [arm for name, arm in arms.items() if name.startswith("overlap_") and name.endswith(mode)]
+    return arms[f"whole_{mode}"], min(overlaps, key=value)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=("prefill", "steps", "decode"))
@@ -357,7 +420,7 @@ def main() -> None:
                 found.append(decode_size(num_tokens, bench, model, all2all))
             else:
                 found.append(prefill_size(num_tokens, bench, model, all2all, head=args.what == "steps"))
-            bench.write({"what": args.what, "sizes": found})
+            bench.write({"what": args.what, "sizes": found, "figures": FIGURES[args.what](found)})
         all2all.close()
 
 
