@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.config import DBOConfig
@@ -17,8 +18,11 @@ from launch.engine import Engine
 from launch.graphs import Graphs
 from launch.mesh import Mesh
 from launch.session import load_engine, resolve
+from moe.all2all.base import Dispatched
+from moe.attention.rotary import rotate
+from moe.attention.torch_sdpa import TorchAttention
 from moe.batch import ForwardBatch
-from moe.config import read_config
+from moe.config import ModelConfig, read_config
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model
 from tests.dbo.graphs.emulator import Emulator
@@ -63,12 +67,15 @@ def run_graphs(
     mode: str = "piecewise",
     sizes: Sequence[int] = (1, 4, 9, 16, 32),
     options: Mapping[str, Any] | None = None,
+    capturable: bool = False,
 ) -> tuple[Report, GraphReport]:
     """The same requests eagerly and from graphs."""
     chosen = EngineOptions(model=directory, **{**OPTIONS, **(options or {})})
     engine = load_engine(chosen, resolve(chosen, read_config(directory)), mesh, model=Path(directory))
     emulator = Emulator()
     watch(engine.model, emulator)
+    if mode.startswith("full") and capturable:
+        make_capturable_on_cpu(engine.model)
     eager = run_arm(engine, prompts, {**BASE, **arm})
     graphs = with_graphs(engine, emulator, DBOConfig(**{**BASE, **arm}), mode, sizes)
     captured = len(emulator.graphs)
@@ -85,3 +92,66 @@ def on_ranks(ctx: Any, directory: str, prompts_by_rank: Sequence[Prompts], *args
     torch.set_num_threads(1)
     with ctx.mesh() as mesh:
         return run_graphs(mesh, directory, prompts_by_rank[ctx.rank], *args)
+
+
+# ----------------------------------------------------------------------- what a CPU lacks: parts that can be captured
+
+
+class DecodeOnDevice:
+    """An `AttentionBackend` that reads lengths in tensors alone for uniform decodes, and is torch's own otherwise."""
+
+    captures = "decode"
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def __call__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> Any:
+        if batch.fixed is None:
+            return TorchAttention(config, batch, kv)
+        assert batch.fixed.uniform_decode
+        return _DecodePlan(config, batch, kv)
+
+
+class _DecodePlan:
+    def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
+        self._config, self._batch, self._kv = config, batch, kv
+
+    def attend(self, layer: int, qkv: Tensor, q_norm: Any, k_norm: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
+        c, fixed = self._config, self._batch.fixed
+        assert fixed is not None
+        q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
+        q, k = (
+            rotate(t if w is None else F.rms_norm(t, w.shape, w, c.rms_norm_eps), angles)
+            for t, w in ((q, q_norm), (k, k_norm))
+        )
+        self._kv.write(layer, self._batch.slot_mapping, k, v)
+        tables = self._batch.block_tables.long()
+        keys, values = (t.unflatten(0, (-1, self._kv.block_size))[tables].flatten(1, 2) for t in self._kv.layer(layer))
+        seen = torch.arange(keys.shape[1]) < fixed.seq_lens[:, None].clamp(min=1)
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None], enable_gqa=True
+        )
+        return out.flatten(1)
+
+
+class DenseExperts:
+    """An `Experts` that runs every row through every expert, so that nobody has to count."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, received: Dispatched) -> Tensor:
+        assert received.topk_idx is not None
+        assert received.topk_weights is not None
+        total = torch.zeros_like(received.x)
+        for e, (gate_up, down) in enumerate(zip(self._inner._gate_up, self._inner._down, strict=True)):
+            gate, up = gate_up(received.x).chunk(2, dim=-1)
+            weight = received.topk_weights.masked_fill(received.topk_idx != e, 0).sum(-1, keepdim=True)
+            total = total + weight * down(F.silu(gate) * up)
+        return total
+
+
+def make_capturable_on_cpu(model: Model) -> None:
+    model.attention = DecodeOnDevice(model.config)
+    for layer in model.moe_layers:
+        layer.experts = DenseExperts(layer.experts)

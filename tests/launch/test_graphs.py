@@ -92,6 +92,24 @@ def test_a_mode_that_this_device_cannot_run_is_refused(tiny_models) -> None:
         run_graphs(mesh, model.directory, [(0, model.prompts[0])], ARMS["off"], "full_decode_only")
 
 
+@pytest.mark.parametrize("mode", ["full_decode_only", "full_and_piecewise"])
+@pytest.mark.parametrize("arm", ["off", "on", "on, 3 ubatches"])
+def test_decode_from_whole_graphs(tiny_models, arm: str, mode: str) -> None:
+    """Nothing in a decode step is read on the host: lengths, padding and routing come from memory that was refilled."""
+    model, num = tiny_models("qwen3_moe"), ARMS[arm].get("num_ubatches", 2) if arm != "off" else 1
+    with Mesh.start(device="cpu", environment={}) as mesh:
+        prompts = list(enumerate(model.prompts))
+        eager, found = run_graphs(mesh, model.directory, prompts, ARMS[arm], mode, (1, 2, 4, 6, 32), None, True)
+    assert found.report.answers == eager.answers
+    assert [found.report.answers[i] for i in range(len(model.answers))] == model.answers
+    decodes = [step for step in found.report.steps if step["phase"] == "decode"]
+    whole = sum(count for (kind, _), count in found.steps.items() if kind == "full")
+    assert whole >= len(decodes) > 0
+    assert found.steps["full", num] > 0
+    rest = sum(count for (kind, _), count in found.steps.items() if kind == "piecewise")
+    assert (rest > 0) == (mode == "full_and_piecewise")
+
+
 @pytest.mark.parametrize("arm", ["off", "on", "split"])
 def test_offloaded_experts_give_the_same(tiny_models, arm: str) -> None:
     """Eagerly and from segments, whole and in ubatches."""
