@@ -190,9 +190,10 @@ def test_the_batches_of_ubatches(lens: list[tuple[int, int]], num: int, padding:
             for request, length in enumerate(wanted.seq_lens)
             for at in range(length)
         ]
-        assert plan_._slots is not None
-        assert plan_._slots[: len(keys)].tolist() == keys
-        assert 0 <= int(plan_._slots.min()) <= int(plan_._slots.max()) < 64 * 4
+        slots = plan_._prompts[0].slots
+        assert slots is not None
+        assert slots[: len(keys)].tolist() == keys
+        assert 0 <= int(slots.min()) <= int(slots.max()) < 64 * 4
 
 
 def kv_of(limits: Limits) -> KVCache:
