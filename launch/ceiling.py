@@ -44,6 +44,7 @@ from moe.sms import make_partition
 
 Form = Literal["whole", "split", "overlap", "compute", "split_compute", "messages", "split_messages"]
 
+_LEAST_REPEATS, _BUDGET_S = 3, 10.0  # of one step, where that gives more repeats than these
 _WAIT_SLICE = timedelta(milliseconds=50)  # how late a failed peer is noticed
 _LEAST_GAIN = 0.02  # of a whole step: if perfect overlap gained less, a share of it would be a share of noise
 _MEMORY_SHARE = 0.5  # of what is free, at most, for what a recorded step received
@@ -173,14 +174,14 @@ class StepMeter:
 
     def _measure(self, phase: str, schedule: Schedule, plan: BatchPlan) -> dict[str, Any]:
         forms, num_ubatches = self._forms(schedule, plan)
-        times: dict[Form, list[float]] = {form: [] for form in forms}
         order = list(forms)
-        for number in range(self._repeats + 1):
+        warmup_s = sum(self._time(forms[form]) for form in order) / 1e3
+        repeats = max(_LEAST_REPEATS, min(self._repeats, int(_BUDGET_S / self._meet(warmup_s))))
+        times: dict[Form, list[float]] = {form: [] for form in forms}
+        for number in range(repeats):
             random.Random(self._seed * 1_000_003 + number).shuffle(order)
             for form in order:
-                ms = self._time(forms[form])
-                if number:  # the first one warms up
-                    times[form].append(ms)
+                times[form].append(self._time(forms[form]))
         return {
             "phase": phase,
             "num_tokens": sum(plan.num_tokens_per_rank),
@@ -220,19 +221,20 @@ class StepMeter:
         self._settle()
         return (time.perf_counter() - started) * 1e3
 
-    def _meet(self) -> None:
-        """Wait for all ranks, on the group that a step uses."""
+    def _meet(self, value: float = 0.0) -> float:
+        """Wait for all ranks, on the group that a step uses; gives the largest of their values."""
         mesh = self._engine.mesh
         if mesh.world_size == 1:
-            return
-        mark = torch.zeros(1, device=mesh.device)
-        work = dist.all_reduce(mark, group=mesh.device_group, async_op=True)
+            return value
+        mark = torch.full((1,), value, device=mesh.device)
+        work = dist.all_reduce(mark, dist.ReduceOp.MAX, group=mesh.device_group, async_op=True)
         if mesh.device.type == "cpu" and work is not None:
             while not done_within(work, _WAIT_SLICE):
                 self._engine.clock.check()
         elif work is not None:
             work.wait()
             self._settle()
+        return float(mark)
 
     def _settle(self) -> None:
         """Wait for the device."""

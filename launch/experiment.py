@@ -51,7 +51,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 GATE_TOKENS = 8
 """Tokens of each answer that the gate compares; later ones add time, not coverage."""
 REPEATS = 9
-"""How often each form of a step runs that is taken apart: as often as there are rounds, from 5 up to this."""
+"""How often each form of a step runs that is taken apart: as often as there are rounds, from 5 up to this;
+less often where that takes long."""
 
 
 def parse_arms(text: str) -> tuple[str, ...]:
