@@ -178,7 +178,10 @@ class GenerateOptions(EngineOptions):
         metavar="N,N,...",
     )
     cudagraph_memory_limit: int | None = option(
-        None, "Capture no further size once graphs take so much memory.", check=at_least(1), parse=parse_bytes,
+        None,
+        "Capture no further size once graphs take so much memory.",
+        check=at_least(1),
+        parse=parse_bytes,
         metavar="SIZE",
     )
 
