@@ -216,8 +216,8 @@ def _objection(votes: Votes, config: DBOConfig, padded: int) -> tuple[Reason, in
     return Reason.SPLIT, None
 
 
-def _int32(name: str, value: SupportsIndex | np.generic) -> int:
-    plain = value.item() if isinstance(value, np.generic) else value
+def _int32(name: str, value: SupportsIndex | np.bool_) -> int:
+    plain = bool(value) if isinstance(value, np.bool_) else value
     try:
         number = operator.index(plain)
     except TypeError:
