@@ -218,6 +218,7 @@ class Engine:
         self.costs: StepCosts | None = None  # of this model on these ranks: what overlap="auto" decides by
         self.tracer: Tracer | None = None  # changed between runs only; with one, every step records who ran when
         self.outstanding: str | None = None  # what a failed step left on the device and nobody can recall
+        self._closes_transport = True
         self.graphs: Graphs | None = None  # steps run from them where they can
         self.offloader: Offloader | None = None
         self._inputs = Inputs(limits, mesh.device, clock.check)
@@ -311,7 +312,10 @@ class Engine:
 
     def note_failure(self, error: BaseException) -> None:
         """A step has failed: see what it left behind, and say so with its error."""
-        self.outstanding = self.all2all.outstanding() if isinstance(self.all2all, CannotRecall) else None
+        if not isinstance(self.all2all, CannotRecall):
+            return
+        self._closes_transport = False
+        self.outstanding = self.all2all.outstanding()
         if self.outstanding is not None:
             error.add_note(f"{self.outstanding} is left, which ends this process")
 
@@ -319,14 +323,16 @@ class Engine:
         """End the ubatch threads and the transport.
 
         After a step that left an operation on the device this ends the process instead (SystemExit): to close the
-        transport would wait for that operation, and so might the end of the process, which is forced then.
+        transport would wait for that operation, and so might the end of the process, which is forced then. On a rank
+        where nothing is left the transport stays as it is: to close it would wait for the others.
         """
         if self.outstanding is not None:
             signal.alarm(EXIT_LIMIT_S)
             self.mesh.renew(must_exit=self.outstanding)
         if self.graphs is not None:
             self.graphs.close()
-        self.all2all.close()
+        if self._closes_transport:
+            self.all2all.close()
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()

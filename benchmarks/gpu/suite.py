@@ -96,13 +96,17 @@ PARTS = (
     ),
     Part(name="demo", call=2, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
     Part(
-        name="conformance-options", call=2, seconds=70, module=CONFORMANCE,
-        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 5",
+        name="failures", call=2, seconds=100, module="pytest",
+        arguments="-q -m multigpu tests/launch/test_gpu_failures.py", ranks=0,
     ),
     Part(name="soak", call=3, seconds=210, module="benchmarks.gpu.soak", arguments="--seconds 180"),
     Part(
-        name="conformance", call=3, seconds=280, module=CONFORMANCE,
-        arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 25",
+        name="conformance", call=3, seconds=220, module=CONFORMANCE,
+        arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 15",
+    ),
+    Part(
+        name="conformance-options", call=3, seconds=70, module=CONFORMANCE,
+        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 5",
     ),
     Part(
         name="conformance-local", call=3, seconds=25, module=CONFORMANCE,
