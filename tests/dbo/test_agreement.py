@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dbo.agreement
-from dbo.agreement import Agreement, Reason, Vote
+from dbo.agreement import WANTS, Agreement, Reason, Vote
 from dbo.config import DBOConfig
 from dbo.errors import AgreementError, PeerFailed, StepTimeout
 from dbo.policy import make_policy
@@ -344,8 +344,10 @@ def test_a_vote_fills_this_rank_s_column_of_one_int32_tensor_and_no_other():
     assert first.device.type == "cpu"
     assert first.shape == (len(fields(Vote)) + 1, 3)
     assert first[:, [0, 2]].count_nonzero() == second[:, [0, 2]].count_nonzero() == 0
-    assert first[:, 1].tolist() == [700, 0, 0, 1, 0, 0, 9, 1]
-    assert second[:, 1].tolist() == [5, 0, 0, 1, 2, 1, 0, 0]
+    names = [*(field.name for field in fields(Vote)), WANTS]
+    said = [{n: value for n, value in zip(names, t[:, 1].tolist(), strict=True) if value} for t in (first, second)]
+    assert said[0] == {"num_tokens": 700, "can_cut": 1, "num_rows": 9, WANTS: 1}
+    assert said[1] == {"num_tokens": 5, "can_cut": 1, "graph_mode": 2, "finished": 1}
 
 
 def test_further_fields_need_no_change_here():
