@@ -1,7 +1,12 @@
 """What every test may use."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel module is imported, by whichever test
 
 LONG, LONG_LIMIT_S = ("slow", "slurm", "hosts", "browser"), 1800
 

@@ -207,6 +207,7 @@ class RankContext:
 
         made = make_group(dist.PrefixStore(name, self.store), self.rank, self.world_size, torch.device("cpu"))
         self._cleanup.callback(made.abort)  # dropping it would wait for what the case abandoned
+        made.group.allreduce([torch.zeros(1)]).wait()  # a rank that is done at once must not leave while others connect
         return made.group
 
     def mesh(self, **options: Any) -> Any:

@@ -83,7 +83,8 @@ def test_a_hang_and_a_death_cost_the_pool_and_nothing_else():
 
 def test_a_command_gives_its_output_and_is_killed_at_its_limit(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, sys, time; print('rank', os.environ['RANK']); time.sleep(float(sys.argv[1]))")
+    said = "os.write(1, b'rank ' + os.environ['RANK'].encode() + b'\\n')"  # one write: two ranks share the pipe
+    script.write_text(f"import os, sys, time; {said}; time.sleep(float(sys.argv[1]))")
     finished = launch_ranks(2, [str(script), "0"], timeout=30)
     assert finished.returncode == 0
     assert sorted(finished.stdout.split()) == ["0", "1", "rank", "rank"]

@@ -96,7 +96,7 @@ class CudaAttention:
             num_kv_heads=c.num_kv_heads,
             eps=c.rms_norm_eps,
         )
-        heads = qkv.view(qkv.shape[0], -1, c.head_dim)
+        heads = qkv.view(qkv.shape[0], qkv.shape[1] // c.head_dim, c.head_dim)
         q, k, v = heads.split_with_sizes([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)  # `split` is slow Python
         parts = []
         if start:

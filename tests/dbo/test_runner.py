@@ -275,6 +275,7 @@ def test_ctrl_c_in_the_caller(make: Callable[..., UBatchRunner], driver: str, wh
     assert_right(runner, 2)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that hits a callback of the gc
 @both_drivers
 def test_an_interrupt_at_any_moment(make: Callable[..., UBatchRunner], driver: str) -> None:
     """Also between two ubatches, in the code of the runner and the driver themselves: no step is half done after it."""

@@ -1,12 +1,7 @@
 """The kernels run where a test finds itself: compiled on a GPU in bfloat16, else in Triton's interpreter in float32."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported
 
 pytest.importorskip("triton")
 
