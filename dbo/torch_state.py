@@ -94,7 +94,7 @@ class TorchState:
     def _rest_in_force(self) -> bool:
         return (
             (not self.any_autocast or _autocast(self.device) == self.autocast)
-            and _modes() == self.modes
+            and (self.num_function_modes + self.num_dispatch_modes == 0 or _modes() == self.modes)
             and (self.stream is None or self._device_in_force())
         )
 

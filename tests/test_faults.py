@@ -22,14 +22,17 @@ def run_optimized(tests: Iterable[str], *, timeout: float) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-W", unrewritten, "-p", "no:cacheprovider", *tests]
     env = os.environ | {"PYTHONOPTIMIZE": "1", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command += ["-m", "not slow and not gpu and not multigpu and not slurm and not hosts and not browser"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        kill_tree(process)
-    return process.returncode, output
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            kill_tree(process)
+            pytest.fail(f"not finished after {timeout:g} s\n{process.communicate()[0][-5000:]}")
+        finally:
+            kill_tree(process)
+        return process.returncode, output
 
 
 def collected(path: str) -> set[str]:
