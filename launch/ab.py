@@ -115,6 +115,7 @@ def compare(
         rounds=options.rounds,
         warmup=options.warmup,
         seed=options.seed,
+        take_apart=not options.skip_breakdown,
         name=f"ab/{number}",
     )
     found = experiment.run(arms)

@@ -233,6 +233,9 @@ class ABOptions(EngineOptions):
         20, "Measured rounds; every arm runs once in each. A speed-up is stated from 5 on.", check=at_least(1)
     )
     warmup: int = option(2, "Rounds before those, not counted.", check=at_least(0))
+    skip_breakdown: bool = option(
+        False, "Take no step apart at the end: no ceiling and no shares, and a shorter run where steps are long."
+    )
     max_new_tokens: int = option(16, "Tokens to generate for a prompt of a file that does not say.", check=at_least(1))
     overlap: Literal["off", "on"] = "on"  # the arms decide, so it is no option here
 

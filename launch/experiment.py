@@ -179,9 +179,10 @@ class Experiment:
         rounds: int,
         warmup: int,
         seed: int,
+        take_apart: bool = True,
         name: str = "ab",
     ) -> None:
-        self.engine, self.mesh, self.base = engine, engine.mesh, base
+        self.engine, self.mesh, self.base, self.take_apart = engine, engine.mesh, base, take_apart
         self.rounds, self.warmup, self.seed, self.name = rounds, warmup, seed, name
         self.prompts = prompts
 
@@ -190,7 +191,7 @@ class Experiment:
         gate = self._gate(arms)
         results = self._measure(arms)
         steps = self._steps_without_pace(results)
-        breakdowns, note = self._break_down(steps)
+        breakdowns, note = self._break_down(steps) if self.take_apart else ((), "left out (--skip-breakdown)")
         return Findings(
             arms={arm: self._summarise(arm, results[arm]) for arm in arms},
             gate=gate,

@@ -73,10 +73,12 @@ def test_what_cannot_be_is_one_line_before_anything_is_measured(ab, tmp_path, ar
 
 def test_fewer_layers_with_random_weights(ab, tmp_path, tiny_models):
     few = ("--model", tiny_models("mixtral").directory, "--load-format", "dummy", "--num-layers", "1")
-    code, out, _ = ab(*SPLITTING, model=few)
+    code, out, _ = ab(*SPLITTING, "--skip-breakdown", model=few)
     assert code == 0
     assert "equality gate passed" in out
     report = read_report(tmp_path)
+    assert report["breakdown"] == []
+    assert "not measured: left out (--skip-breakdown)" in out
     assert report["arms"]["overlap"]["split_steps"]["prefill"] > 0
     assert report["arms"]["whole"]["split_steps"] == {"prefill": 0, "decode": 0}
     traced = report["timeline"]
