@@ -256,7 +256,12 @@ def main() -> None:
             print(f"  prefill {run['prefill_s']:.2f} s, decode {run['decode_s']:.2f} s", file=sys.stderr, flush=True)
     report(results)
     if options.out:
-        options.out.write_text(json.dumps({"host": host, "lengths": LENGTHS, "results": results}))
+        about = {
+            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+            "command": f"python benchmarks/cpu_step.py MODEL_DIR --rounds {options.rounds}",
+            "host": host,
+        }
+        options.out.write_text(json.dumps({**about, "lengths": LENGTHS, "results": results}))
 
 
 if __name__ == "__main__":
