@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -491,6 +491,17 @@ def _compiler_configuration_is_the_process() -> bool:
     return seen == [3]
 
 
+@contextmanager
+def _autocast_that_is_off() -> Iterator[None]:
+    """No effect until somebody turns it on."""
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
 class _CountingFunctions(TorchFunctionMode):
     """Counts calls of functions of torch, and changes nothing."""
 
@@ -526,11 +537,12 @@ _STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dispatch mode": _CountingOperators,
     "fake tensors": FakeTensorMode,
 }
+_CALLERS = _STATES | {"autocast that is off": _autocast_that_is_off}
 
 
 @both_drivers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("outer", _STATES)
+@pytest.mark.parametrize("outer", _CALLERS)
 def test_ubatches_have_the_callers_state(make: Callable[..., UBatchRunner], driver: str, outer: str) -> None:
     runner = make(2, driver)
 
@@ -542,7 +554,7 @@ def test_ubatches_have_the_callers_state(make: Callable[..., UBatchRunner], driv
     token = _variable.set("the caller's")
     torch.set_default_dtype(torch.float64)
     try:
-        with _STATES[outer]():
+        with _CALLERS[outer]():
             state = _thread_local_state()
             assert runner.run(fn, [0, 1]) == [[state, state], [state, state]]
         state = _thread_local_state()
