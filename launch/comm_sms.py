@@ -14,7 +14,6 @@ import datetime
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from dbo.config import DBOConfig
 from launch.config import EngineOptions
 from launch.engine import Engine
+from launch.files import replace_file
 from launch.mesh import Mesh
 from launch.prepare import share_text
 from launch.sampling import SamplingParams
@@ -185,9 +185,7 @@ def keep_choice(file: Path, key: str, chosen: int, times: Mapping[int, float]) -
     entry = {"comm_sms": chosen, "ms": {str(n): round(ms, 3) for n, ms in times.items()}, "date": date}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump({**_read(file), key: entry}, new, indent=1)
-        Path(new.name).replace(file)
+        replace_file(file, json.dumps({**_read(file), key: entry}, indent=1))
     except OSError as error:
         return f"; not kept: {error}"
     return f"; kept in {file}"

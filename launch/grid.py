@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo.errors import ConfigError
+from launch.files import replace_file
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -84,8 +84,8 @@ def collect(grid: Path) -> str:
         runs = [_read_run(directory) for directory in sorted(grid.iterdir()) if directory.is_dir()]
         _compare_answers(grid, runs)
         text = _table(runs)
-        _replace(grid / "report.json", json.dumps(runs, indent=2) + "\n")
-        _replace(grid / "report.txt", text)
+        replace_file(grid / "report.json", json.dumps(runs, indent=2) + "\n")
+        replace_file(grid / "report.txt", text)
     return text
 
 
@@ -148,9 +148,3 @@ def _result(run: Mapping[str, Any]) -> str:
 
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, file)

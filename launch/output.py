@@ -20,6 +20,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from launch.files import replace_file
 from launch.scheduler import Request
 from launch.text import TextCodec, cut_at_stop
 
@@ -76,15 +77,8 @@ def read_rows(file: Path) -> dict[str, Row]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replace `file` in one step by `rows`; links stay. Raises OSError naming the file, which is as before then."""
-    target = file.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text("".join(map(_line, rows)))
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from None
+    """Replace `file` in one step by `rows`; see `replace_file`."""
+    replace_file(file, "".join(map(_line, rows)))
 
 
 def append_row(file: Path, row: Row) -> None:

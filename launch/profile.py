@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from dbo.errors import ConfigError
 from dbo.policy import MARGIN, ArmCosts, Curve, StepCosts
+from launch.files import replace_file
 from moe.config import ModelConfig
 
 FORMAT, VERSION = "dbo-moe profile", 1
@@ -247,10 +248,8 @@ def parse_profile(text: str, source: str) -> Profile:
 def write_profile(profile: Profile, file: Path) -> None:
     """Whole or not at all. Raises ConfigError."""
     text = json.dumps(profile.to_json(), indent=1) + "\n"
-    part = file.with_name(file.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        replace_file(file, text)
     except OSError as error:
         raise ConfigError("--out", str(file), "a file that can be written", error.strerror or "") from None
 
