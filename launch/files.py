@@ -15,7 +15,7 @@ def replace_file(file: Path, text: str) -> None:
     target = file.resolve()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text)
         os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
