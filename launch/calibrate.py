@@ -69,9 +69,9 @@ from launch.scheduler import Limits, Request
 from launch.session import (
     Resolved,
     banner,
+    gather,
     load_engine,
     log_failure,
-    read_shared,
     resolve,
     shared_options,
     together,
@@ -551,9 +551,7 @@ class Calibration:
         if self.mesh.world_size == 1:
             return [value]
         self._num_shared += 1
-        key = f"calibrate/{name}/{self._num_shared}"
-        self.mesh.store.set(f"{key}/{self.mesh.rank}", json.dumps(value))
-        return [json.loads(read_shared(self.mesh, f"{key}/{rank}")) for rank in range(self.mesh.world_size)]
+        return gather(self.mesh, f"calibrate/{name}/{self._num_shared}", value)
 
     def _worst(self, series: Series) -> Series:
         """For each size the costs of the rank with the largest median. Collective."""

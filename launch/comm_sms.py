@@ -30,7 +30,7 @@ from launch.mesh import Mesh
 from launch.prepare import share_text
 from launch.sampling import SamplingParams
 from launch.scheduler import Request
-from launch.session import together
+from launch.session import gather, together
 from moe.sms import make_partition, takes_sms
 
 CANDIDATES = (8, 16, 24, 32)
@@ -78,7 +78,8 @@ def decide(
     found = share_text(mesh, "comm sms known", "" if known is None else str(known))
     if found:
         return int(found), f"measured before, {file}"
-    times = _slowest(mesh, _measure(measure, candidates))
+    everyone = gather(mesh, "comm sms times", list(_measure(measure, candidates).values()))
+    times = dict(zip(candidates, map(max, zip(*everyone, strict=True)), strict=True))  # of the slowest rank
     best = min(times.values())
     chosen = min(num_sms for num_sms, ms in times.items() if ms <= AS_GOOD * best)
     said = ", ".join(f"{num_sms}: {ms:.2f} ms" for num_sms, ms in times.items())
@@ -96,13 +97,6 @@ def _measure(measure: Measure, candidates: Sequence[int]) -> dict[int, float]:
             if attempt >= _WARMUP:
                 times[num_sms].append(ms)
     return {num_sms: median(each) for num_sms, each in times.items()}
-
-
-def _slowest(mesh: Mesh, times: Mapping[int, float]) -> dict[int, float]:
-    values = torch.tensor(list(times.values()), dtype=torch.float64)
-    if mesh.world_size > 1:
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=mesh.agreement_group)
-    return dict(zip(times, values.tolist(), strict=True))
 
 
 class Sweep:

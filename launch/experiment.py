@@ -7,7 +7,6 @@ Its own file because it is the experiment itself, on an engine that is ready: `a
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import sys
 import time
@@ -29,7 +28,7 @@ from launch.engine import Engine, RunResult, StepRecord, sample_chunks
 from launch.report import ArmResult, Gate, Latencies, RoundTimes
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Request
-from launch.session import read_shared
+from launch.session import gather
 from launch.timeline import StepTimeline, StepTracer, join_ranks, step_to_trace
 from launch.workload import Prompt
 from moe.all2all.base import CountsTraffic
@@ -353,9 +352,7 @@ class Experiment:
 
     def _gather(self, name: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank says under `name`. Collective."""
-        key = f"{self.name}/{name}"
-        self.mesh.store.set(f"{key}/{self.mesh.rank}", json.dumps(value))
-        return [json.loads(read_shared(self.mesh, f"{key}/{rank}")) for rank in range(self.mesh.world_size)]
+        return gather(self.mesh, f"{self.name}/{name}", value)
 
 
 def largest(differences: Iterable[float]) -> float:

@@ -7,13 +7,14 @@ and the end of all ranks, instead of a rank that waits for ever.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -68,6 +69,12 @@ def together(mesh: Mesh, stage: str, action: Callable[[], T]) -> T:
 
 def _outcome(mesh: Mesh, stage: str, rank: int) -> str:
     return read_shared(mesh, f"stage/{stage}/{rank}").decode()
+
+
+def gather(mesh: Mesh, key: str, value: Any) -> list[Any]:
+    """What every rank says, in order of ranks: plain data, through the store. Collective; `key` is used once."""
+    mesh.store.set(f"{key}/{mesh.rank}", json.dumps(value))
+    return [json.loads(read_shared(mesh, f"{key}/{rank}")) for rank in range(mesh.world_size)]
 
 
 def read_shared(mesh: Mesh, key: str) -> bytes:
