@@ -73,7 +73,8 @@ def settle_comm_sms(options: OptionsT, engine: Engine, dbo: DBOConfig) -> Option
 def decide(
     mesh: Mesh, key: str, file: Path, measure: Measure, candidates: Sequence[int] = CANDIDATES
 ) -> tuple[int, str]:
-    """The number for `key`, from `file` or else from measurement, and how it was found, in words. Collective."""
+    """The number for `key`, from `file` or else from measurement, and how it was found, in words. Collective, once a
+    run."""
     known = together(mesh, "comm sms known", lambda: read_choice(file, key) if mesh.rank == 0 else None)
     found = share_text(mesh, "comm sms known", "" if known is None else str(known))
     if found:

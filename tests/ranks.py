@@ -210,11 +210,11 @@ class RankContext:
         made.group.allreduce([torch.zeros(1)]).wait()  # a rank that is done at once must not leave while others connect
         return made.group
 
-    def mesh(self, **options: Any) -> Any:
-        """A `launch.mesh.Mesh` of this case, on the CPU; the case closes it."""
+    def mesh(self, name: str = "", **options: Any) -> Any:
+        """A `launch.mesh.Mesh` of this case, on the CPU; the case closes it. A second one needs a name of its own."""
         from launch.mesh import Mesh
 
-        return Mesh.start(device="cpu", prefix=self.case, **options)
+        return Mesh.start(device="cpu", prefix=self.case + name, **options)
 
 
 @dataclass(frozen=True)

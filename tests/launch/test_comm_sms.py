@@ -56,18 +56,18 @@ SLOW = {0: {8: 1.0, 16: 2.0, 24: 2.01, 32: 9.0}, 1: {8: 5.0, 16: 3.0, 24: 2.99, 
 
 
 def sweep_twice(ctx, directory):
-    """Measure, then find it in the file; then another key is measured."""
-    with ctx.mesh() as mesh:
-        asked = []
+    """Measure in one run, find it in the file in the next."""
+    asked, said = [], []
 
-        def measure(num_sms):
-            asked.append(num_sms)
-            first = 50.0 if len(asked) <= 8 else 0.0  # warm-up
-            return first + SLOW[ctx.rank][num_sms]
+    def measure(num_sms):
+        asked.append(num_sms)
+        first = 50.0 if len(asked) <= 8 else 0.0  # warm-up
+        return first + SLOW[ctx.rank][num_sms]
 
-        file = Path(directory) / "cache" / "comm_sms.json"
-        first, second = (decide(mesh, "key", file, measure) for _ in range(2))
-        return first, second, len(asked)
+    for name in ("/first", "/second"):
+        with ctx.mesh(name) as mesh:
+            said.append(decide(mesh, "key", Path(directory) / "cache" / "comm_sms.json", measure))
+    return *said, len(asked)
 
 
 def test_ranks_agree_on_what_is_best_for_the_slowest(ranks, tmp_path):
