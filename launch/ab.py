@@ -45,6 +45,7 @@ from launch.session import (
     dbo_config,
     load_engine,
     log_failure,
+    model_of,
     resolve,
     shared_options,
     together,
@@ -52,7 +53,7 @@ from launch.session import (
 from launch.text import TextCodec
 from launch.traces import read_trace, trace_format, trace_prompts
 from launch.workload import BadLine, Prompt, alternatives, pace, read_prompts, synthetic_prompts
-from moe.config import ModelConfig, named_shape, read_config, shape_note
+from moe.config import ModelConfig, shape_note
 from moe.models.decoder import Model
 from moe.router import ScriptedRouter, routing_table
 
@@ -159,18 +160,6 @@ def script_routing(model: Model, rule: str, seed: int) -> None:
             rule, num_experts=config.num_experts, num_topk=config.num_topk, seed=seed * 1_000_003 + index
         )
         layer.router = ScriptedRouter(gate=layer.router, table=table.to(model.device))
-
-
-def model_of(options: ABOptions) -> ModelConfig:
-    """The model that the options name. Raises ConfigError if they name none, or two."""
-    if (options.model is None) == (options.shape is None):
-        raise ConfigError("--model", options.model, "either --model DIR or --shape NAME", "give one of the two")
-    config = named_shape(options.shape) if options.shape else read_config(str(options.model))
-    if options.num_layers is None:
-        return config
-    if options.load_format != "dummy":
-        raise ConfigError("--num-layers", options.num_layers, "with --shape or --load-format dummy", "")
-    return replace(config, num_layers=options.num_layers, dense_layers=frozenset())
 
 
 def read_workload(name: str, options: ABOptions, resolved: Resolved, mesh: Mesh) -> list[Prompt]:

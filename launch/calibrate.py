@@ -72,11 +72,11 @@ from launch.session import (
     gather,
     load_engine,
     log_failure,
+    model_of,
     resolve,
     shared_options,
     together,
 )
-from moe.config import ModelConfig, named_shape, read_config
 
 PARTS_SHARE = 0.35  # of the time
 LEAST_ROUNDS = 3
@@ -124,18 +124,6 @@ def run(options: CalibrateOptions) -> int:
             print(json.dumps(profile.to_json()) if options.json else describe(profile), flush=True)
             logging.info("profile: %s", options.out)
         return 0
-
-
-def model_of(options: CalibrateOptions) -> ModelConfig:
-    """The model that the options name. Raises ConfigError if they name none, or two."""
-    if (options.model is None) == (options.shape is None):
-        raise ConfigError("--model", options.model, "either --model DIR or --shape NAME", "give one of the two")
-    config = named_shape(options.shape) if options.shape else read_config(str(options.model))
-    if options.num_layers is None:
-        return config
-    if options.load_format != "dummy":
-        raise ConfigError("--num-layers", options.num_layers, "with --shape or --load-format dummy", "")
-    return replace(config, num_layers=options.num_layers)
 
 
 def _study(resolved: Resolved) -> Resolved:

@@ -187,15 +187,25 @@ class GenerateOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ABOptions(EngineOptions):
-    """`ab`: one workload, whole and split and overlapped."""
+class StudyOptions(EngineOptions):
+    """What `ab` and `calibrate` share: a model, or no more than its shape."""
 
     model: str | None = option(None, "Model directory, as for generate; or give --shape.", metavar="DIR")  # type: ignore[assignment]
     shape: str | None = option(
         None,
         "A published model's shape with random weights: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mixtral-8x7b, "
         "olmoe, gpt-oss-120b; or one for study: tiny, link.",
+        metavar="NAME",
     )
+    num_layers: int | None = option(
+        None, "Layers with experts to run of a model with random weights.", check=at_least(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ABOptions(StudyOptions):
+    """`ab`: one workload, whole and split and overlapped."""
+
     routing: str = option(
         "model",
         "Which experts tokens go to: the router's choice (model), all alike (uniform), some more often than others "
@@ -204,9 +214,6 @@ class ABOptions(EngineOptions):
             "model, uniform, one-expert, or zipf:A with A from 0 to 9",
             lambda value: bool(re.fullmatch(r"model|uniform|one-expert|zipf:\d(\.\d+)?", value)),
         ),
-    )
-    num_layers: int | None = option(
-        None, "Layers with experts to run of a model with random weights.", check=at_least(1)
     )
     workload: str = option(
         help="Prompt file (as for generate), Azure or Mooncake trace, or "
@@ -241,12 +248,9 @@ class ABOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(EngineOptions):
+class CalibrateOptions(StudyOptions):
     """`calibrate`: what steps cost here, whole and overlapped."""
 
-    model: str | None = option(None, "Model directory, as for generate; or give --shape.", metavar="DIR")  # type: ignore[assignment]
-    shape: str | None = option(None, "A named shape with random weights, as for ab.", metavar="NAME")
-    num_layers: int | None = option(None, "Layers to run of a model with random weights.", check=at_least(1))
     out: str = option(help="The profile, for --overlap auto --profile and for plan.", metavar="PROFILE.json")
     prefill_tokens: str = option(
         "auto", "Tokens a rank of the prefill steps to measure: 64,256,1024; auto: powers of 2 that fit."

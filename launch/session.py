@@ -23,7 +23,7 @@ from dbo.errors import ConfigError, PeerFailed
 from dbo.graphs.cuda import CudaGraphs
 from dbo.graphs.mode import CUDAGraphMode
 from launch.cli import FAILED, USAGE, CommandError
-from launch.config import EngineOptions, GenerateOptions
+from launch.config import EngineOptions, GenerateOptions, StudyOptions
 from launch.engine import Engine, StepClock
 from launch.graphs import Graphs
 from launch.mesh import Mesh
@@ -31,7 +31,7 @@ from launch.scheduler import Limits
 from moe.all2all.base import check_in_flight
 from moe.all2all.registry import make_all2all
 from moe.all2all.self_test import self_test
-from moe.config import DTYPES, ModelConfig
+from moe.config import DTYPES, ModelConfig, named_shape, read_config
 from moe.kv_cache import KVCache
 from moe.models.loading import load_model
 from moe.weights import WeightError
@@ -83,6 +83,18 @@ def read_shared(mesh: Mesh, key: str) -> bytes:
         mesh.peers.check()
         time.sleep(_POLL_S)
     return bytes(mesh.store.get(key))
+
+
+def model_of(options: StudyOptions) -> ModelConfig:
+    """The model that the options name. Raises ConfigError if they name none, or two."""
+    if (options.model is None) == (options.shape is None):
+        raise ConfigError("--model", options.model, "either --model DIR or --shape NAME", "give one of the two")
+    config = named_shape(options.shape) if options.shape else read_config(str(options.model))
+    if options.num_layers is None:
+        return config
+    if options.load_format != "dummy":
+        raise ConfigError("--num-layers", options.num_layers, "with --shape or --load-format dummy", "")
+    return replace(config, num_layers=options.num_layers, dense_layers=frozenset())
 
 
 def dbo_config(options: EngineOptions) -> DBOConfig:
