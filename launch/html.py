@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _RANKS_SHOWN = 4  # timelines of more ranks are in trace.json
 _BINS = 45
-_WIDTH = 600  # of a figure, in its own units
+WIDTH = 600  # of a figure, in its own units
 _LEFT = 150  # room for labels
 
 _STYLE = """
@@ -193,7 +193,7 @@ def _details(report: ABReport) -> Iterable[Markup]:
 
 def _table(rows: Sequence[Sequence[str]], caption: str) -> Markup:
     head, *body = rows
-    return _scrolling(
+    return scrolling(
         tag(
             "table",
             tag("caption", caption),
@@ -207,25 +207,27 @@ def _table(rows: Sequence[Sequence[str]], caption: str) -> Markup:
     )
 
 
-def _scrolling(content: Markup, label: str) -> Markup:
+def scrolling(content: Markup, label: str) -> Markup:
     """A region that a keyboard can scroll too."""
     return tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
-def _svg(title: str, description: str, height: float, *marks: Markup, **attributes: object) -> Markup:
+def svg(title: str, description: str, height: float, *marks: Markup, **attributes: object) -> Markup:
+    """A figure, `WIDTH` wide, with a title and what a reader of it would be told."""
     return tag(
         "svg",
         tag("title", title),
         tag("desc", description),
         *marks,
-        viewBox=f"0 0 {_WIDTH} {height:g}",
+        viewBox=f"0 0 {WIDTH} {height:g}",
         role="img",
         aria_label=f"{title}. {description}",
         **attributes,
     )
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", class_: str = "label") -> Markup:
+def text(x: float, y: float, words: str, anchor: str = "start", class_: str = "label") -> Markup:
+    """Words in a figure."""
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=class_)
 
 
@@ -235,7 +237,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 def _chart(figure: Markup, words: str) -> Markup:
     """A figure that scrolls where the screen is too narrow for its text."""
-    return tag("figure", _scrolling(figure, words), tag("figcaption", words), class_="chart")
+    return tag("figure", scrolling(figure, words), tag("figcaption", words), class_="chart")
 
 
 def intervals(ratios: Mapping[tuple[str, str, str], Interval]) -> Markup:
@@ -245,7 +247,7 @@ def intervals(ratios: Mapping[tuple[str, str, str], Interval]) -> Markup:
         return tag("p", f"Nothing can be compared: {why}.")
     bounds = [bound for ratio in ratios.values() for bound in (ratio.low, ratio.high, 1.0)]
     low, high = math.log(min(bounds)) - 0.02, math.log(max(bounds)) + 0.02
-    right = _WIDTH - 125
+    right = WIDTH - 125
 
     def at(ratio: float) -> float:
         return _LEFT + (math.log(ratio) - low) / (high - low) * (right - _LEFT)
@@ -254,19 +256,19 @@ def intervals(ratios: Mapping[tuple[str, str, str], Interval]) -> Markup:
     for (other, baseline, phase), ratio in ratios.items():
         y += 24
         marks += [
-            _text(0, y + 4, f"{phase}: {other} / {baseline}"),
+            text(0, y + 4, f"{phase}: {other} / {baseline}"),
             _line(_LEFT, y, right, y, "axis"),
             _line(at(ratio.low), y, at(ratio.high), y, f"interval {other}"),
             tag("circle", cx=f"{at(ratio.value):.1f}", cy=y, r=5, class_=other),
-            _text(_WIDTH, y + 4, f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]", "end"),
+            text(WIDTH, y + 4, f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]", "end"),
         ]
-    marks += [_line(at(1), 16, at(1), y + 14, "one"), _text(at(1), y + 28, "1x: no difference", "middle", "soft")]
+    marks += [_line(at(1), 16, at(1), y + 14, "one"), text(at(1), y + 28, "1x: no difference", "middle", "soft")]
     told = "; ".join(
         f"{phase}, {other} over {baseline}: {ratio.value:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}"
         for (other, baseline, phase), ratio in ratios.items()
     )
     words = "Dot: median over rounds; bar: 95% interval. Right of the dashed line the first-named arm is faster."
-    return _chart(_svg("Speed of arms over each other", f"{told}.", y + 36, *marks), words)
+    return _chart(svg("Speed of arms over each other", f"{told}.", y + 36, *marks), words)
 
 
 def pieces(steps: Sequence[StepBreakdown]) -> Markup:
@@ -275,20 +277,20 @@ def pieces(steps: Sequence[StepBreakdown]) -> Markup:
     marks, y, told = [], 0.0, []
     for step in steps:
         y += 20
-        marks.append(_text(0, y, f"{step.phase}, {step.num_tokens} tokens"))
+        marks.append(text(0, y, f"{step.phase}, {step.num_tokens} tokens"))
         for form, words in _FORMS.items():
             if (ms := step.ms(form)) is not None:
-                width = ms / longest * (_WIDTH - _LEFT - 80)
+                width = ms / longest * (WIDTH - _LEFT - 80)
                 place = {"x": _LEFT, "y": f"{y + 6:.1f}", "width": f"{max(width, 0.5):.1f}", "height": 13}
                 marks += [
-                    _text(_LEFT - 8, y + 17, words, "end", "soft"),
+                    text(_LEFT - 8, y + 17, words, "end", "soft"),
                     tag("rect", **place, class_=f"bar {form if form in ('split', 'overlap') else 'whole'}"),
-                    _text(_LEFT + width + 6, y + 17, f"{ms:.1f} ms"),
+                    text(_LEFT + width + 6, y + 17, f"{ms:.1f} ms"),
                 ]
                 told.append(f"{step.phase}, {words}: {ms:.1f} ms")
                 y += 18
         y += 6
-    return _chart(_svg("One step taken apart", "; ".join(told) + ".", y + 6, *marks), "Medians of the slowest rank.")
+    return _chart(svg("One step taken apart", "; ".join(told) + ".", y + 6, *marks), "Medians of the slowest rank.")
 
 
 _FORMS: Mapping[Form, str] = {
@@ -308,7 +310,7 @@ def crossing(phase: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
     bounds = [bound for _, _, speed in drawn for bound in (speed.low, speed.high, 1.0)]
     low, high = math.log(min(bounds)) - 0.03, math.log(max(bounds)) + 0.03
     sizes = sorted({tokens for _, tokens, _ in drawn})
-    left, right, top, bottom = 60.0, _WIDTH - 20.0, 12.0, 232.0
+    left, right, top, bottom = 60.0, WIDTH - 20.0, 12.0, 232.0
     span = math.log(sizes[-1] / sizes[0]) or 1.0
 
     def at(tokens: float, ratio: float) -> tuple[float, float]:
@@ -316,12 +318,12 @@ def crossing(phase: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
         return x, bottom - (math.log(ratio) - low) / (high - low) * (bottom - top)
 
     marks = [_line(left, bottom, right, bottom, "axis"), _line(left, top, left, bottom, "axis")]
-    marks += [_text(at(tokens, 1)[0], bottom + 16, f"{tokens:.0f}", "middle", "soft") for tokens in sizes]
+    marks += [text(at(tokens, 1)[0], bottom + 16, f"{tokens:.0f}", "middle", "soft") for tokens in sizes]
     for ratio in _ticks(math.exp(low), math.exp(high)):
         y = at(sizes[0], ratio)[1]
-        marks += [_text(left - 6, y + 4, f"{ratio:g}x", "end", "soft"), _line(left, y, right, y, "axis")]
+        marks += [text(left - 6, y + 4, f"{ratio:g}x", "end", "soft"), _line(left, y, right, y, "axis")]
     one = at(sizes[0], 1.0)[1]
-    marks += [_line(left, one, right, one, "one"), _text((left + right) / 2, bottom + 32, "tokens a rank", "middle")]
+    marks += [_line(left, one, right, one, "one"), text((left + right) / 2, bottom + 32, "tokens a rank", "middle")]
     for number, (arm, points) in enumerate(curves.items()):
         shift = 4.0 * (number - (len(curves) - 1) / 2)  # intervals beside each other
         places = [(at(point.tokens, point.speed.value), point.speed, point.tokens) for point in points if point.speed]
@@ -333,12 +335,12 @@ def crossing(phase: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
                 tag("circle", cx=f"{x + shift:.1f}", cy=f"{y:.1f}", r=4, class_=arm),
             ]
         marks.append(tag("circle", cx=left + 20 + 110 * number, cy=bottom + 50, r=4, class_=arm))
-        marks.append(_text(left + 30 + 110 * number, bottom + 54, f"{arm} / whole"))
+        marks.append(text(left + 30 + 110 * number, bottom + 54, f"{arm} / whole"))
     told = "; ".join(
         f"{arm} at {tokens:.0f} tokens: {speed.value:.2f}, from {speed.low:.2f} to {speed.high:.2f}"
         for arm, tokens, speed in drawn
     )
-    figure = _svg(f"Speed over whole in {phase} steps", f"{told}.", bottom + 66, *marks)
+    figure = svg(f"Speed over whole in {phase} steps", f"{told}.", bottom + 66, *marks)
     return _chart(figure, "Dot: median; bar: 95% interval. Above the dashed line the arm is faster than whole.")
 
 
@@ -361,25 +363,25 @@ def distribution(phase: str, samples: Mapping[str, Sequence[float]]) -> Markup:
     every = np.concatenate([np.asarray(values, dtype=np.float64) for values in samples.values()])
     low, high = max(float(every.min()), 1e-3) * 0.98, float(every.max()) * 1.02
     edges = np.geomspace(low, high, _BINS + 1)
-    step, height = (_WIDTH - _LEFT) / _BINS, 44.0
+    step, height = (WIDTH - _LEFT) / _BINS, 44.0
     marks, y, told = [], 0.0, []
     for arm, values in samples.items():
         counts, _ = np.histogram(np.clip(values, low, high), edges)
         y += height + 10
         median = float(np.median(values))
         told.append(f"{arm}: median {median:.2f} ms of {len(values)} steps")
-        marks += [_text(0, y - 18, arm), _text(0, y - 2, f"median {median:.2f} ms", class_="soft")]
+        marks += [text(0, y - 18, arm), text(0, y - 2, f"median {median:.2f} ms", class_="soft")]
         for number, count in enumerate(counts):
             size = height * int(count) / int(counts.max())
             if count:
                 x = _LEFT + number * step
                 place = {"x": f"{x:.1f}", "y": f"{y - size:.1f}", "width": f"{step - 1:.1f}", "height": f"{size:.1f}"}
                 marks.append(tag("rect", **place, class_=f"bar {arm}"))
-        marks.append(_line(_LEFT, y, _WIDTH, y, "axis"))
+        marks.append(_line(_LEFT, y, WIDTH, y, "axis"))
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         value = low * (high / low) ** share
-        marks.append(_text(_LEFT + share * (_WIDTH - _LEFT), y + 16, f"{value:.3g} ms", anchor, "soft"))
-    figure = _svg(f"Distribution of {phase} step times", "; ".join(told) + ".", y + 22, *marks)
+        marks.append(text(_LEFT + share * (WIDTH - _LEFT), y + 16, f"{value:.3g} ms", anchor, "soft"))
+    figure = svg(f"Distribution of {phase} step times", "; ".join(told) + ".", y + 22, *marks)
     return _chart(figure, "Steps of all rounds, by rank 0's clock; logarithmic axis.")
 
 
@@ -409,7 +411,7 @@ def _timelines(timelines: Mapping[str, StepTimeline]) -> Iterable[Markup]:
 
 def lanes(title: str, spans: Sequence[Span], longest_us: float) -> Markup:
     """Two lanes of one rank, `longest_us` wide."""
-    scale = _WIDTH / max(longest_us, 1e-9)
+    scale = WIDTH / max(longest_us, 1e-9)
     marks = [
         tag(
             "rect",
@@ -424,9 +426,9 @@ def lanes(title: str, spans: Sequence[Span], longest_us: float) -> Markup:
     ]
     busy = {lane: sum(span.t1 - span.t0 for span in spans if span.lane == lane) / 1e3 for lane in LANES}
     told = f"{len(spans)} spans; compute {busy['compute']:.2f} ms, messages {busy['comm']:.2f} ms."
-    figure = _svg(title, told, 52, *marks, preserveAspectRatio="none")
+    figure = svg(title, told, 52, *marks, preserveAspectRatio="none")
     names = tag("div", tag("span", "compute"), tag("span", "messages"), class_="names", aria_hidden="true")
-    return tag("figure", tag("figcaption", title), tag("div", names, _scrolling(figure, title), class_="lanes"))
+    return tag("figure", tag("figcaption", title), tag("div", names, scrolling(figure, title), class_="lanes"))
 
 
 def _words(span: Span) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from launch.html import Markup, tag
+from launch.html import WIDTH, Markup, scrolling, svg, tag, text
 from launch.plan import Plan, Prediction
 
-_WIDTH, _HEIGHT = 600, 240
+_HEIGHT = 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 90, 14, 36
 
 _STYLE = """
@@ -58,10 +58,10 @@ def _parts(plan: Plan, title: str) -> Iterator[Markup]:
     yield tag("ul", *(tag("li", sentence) for sentence in plan.sentences()))
     for (phase, ep), points in _groups(plan).items():
         yield tag("h2", f"{phase.capitalize()}, EP {ep}")
-        yield tag("figure", _scrolling(throughput(points), f"{phase}, EP {ep}"), tag("figcaption", _CAPTION))
+        yield tag("figure", scrolling(throughput(points), f"{phase}, EP {ep}"), tag("figcaption", _CAPTION))
     yield tag("h2", "All predictions")
     table_head, *rows = plan.rows()
-    yield _scrolling(
+    yield scrolling(
         tag(
             "table",
             tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in table_head))),
@@ -85,10 +85,6 @@ def _groups(plan: Plan) -> dict[tuple[str, int], list[Prediction]]:
     return found
 
 
-def _scrolling(content: Markup, label: str) -> Markup:
-    return tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=label)
-
-
 def throughput(points: Sequence[Prediction]) -> Markup:
     """Both arms' tokens per second, with bands."""
     rates = {
@@ -98,7 +94,7 @@ def throughput(points: Sequence[Prediction]) -> Markup:
         ],
     }
     every = [rate for rows in rates.values() for row in rows for rate in row]
-    x = _Scale([p.tokens for p in points], _LEFT, _WIDTH - _RIGHT)
+    x = _Scale([p.tokens for p in points], _LEFT, WIDTH - _RIGHT)
     y = _Scale(every, _HEIGHT - _BOTTOM, _TOP)
     marks = [*_axes(x, y, [p.tokens for p in points], every)]
     for arm, rows in rates.items():
@@ -111,21 +107,13 @@ def throughput(points: Sequence[Prediction]) -> Markup:
     if abs(ends[0] - ends[1]) < 13:  # labels would lie on each other
         middle, down = sum(ends) / 2, 6.5 if ends[0] >= ends[1] else -6.5
         ends = [middle + down, middle - down]
-    marks += [_text(_WIDTH - _RIGHT + 6, end, arm, class_=arm) for arm, end in zip(rates, ends, strict=True)]
+    marks += [text(WIDTH - _RIGHT + 6, end, arm, class_=arm) for arm, end in zip(rates, ends, strict=True)]
     told = "; ".join(
         f"{p.tokens} tokens: whole {p.whole_tokens_per_s:.0f}, overlap {p.overlap_tokens_per_s:.0f} per second"
         for p in points
     )
     title = f"Predicted throughput, {points[0].phase}, EP {points[0].ep}"
-    return tag(
-        "svg",
-        tag("title", title),
-        tag("desc", told),
-        *marks,
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_label=f"{title}. {told}.",
-    )
+    return svg(title, f"{told}.", _HEIGHT, *marks)
 
 
 class _Scale:
@@ -141,19 +129,15 @@ class _Scale:
 
 def _axes(x: _Scale, y: _Scale, tokens: Sequence[int], rates: Sequence[float]) -> Iterator[Markup]:
     bottom = _HEIGHT - _BOTTOM
-    yield tag("line", x1=_LEFT, y1=bottom, x2=_WIDTH - _RIGHT, y2=bottom, class_="axis")
+    yield tag("line", x1=_LEFT, y1=bottom, x2=WIDTH - _RIGHT, y2=bottom, class_="axis")
     last = -math.inf
     for n in tokens:
         if x.at(n) - last > 38:
             last = x.at(n)
-            yield _text(last, bottom + 16, f"{n}", "middle", "soft")
-    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, bottom + 31, "tokens a rank", "middle", "soft")
+            yield text(last, bottom + 16, f"{n}", "middle", "soft")
+    yield text((_LEFT + WIDTH - _RIGHT) / 2, bottom + 31, "tokens a rank", "middle", "soft")
     low, high = min(rates), max(rates)
     for share in (0.0, 0.5, 1.0):
         rate = low * (high / low) ** share
-        yield _text(_LEFT - 6, y.at(rate) + 4, f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}", "end", "soft")
-        yield tag("line", x1=_LEFT, y1=f"{y.at(rate):.1f}", x2=_WIDTH - _RIGHT, y2=f"{y.at(rate):.1f}", class_="axis")
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", class_: str = "label") -> Markup:
-    return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=class_)
+        yield text(_LEFT - 6, y.at(rate) + 4, f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}", "end", "soft")
+        yield tag("line", x1=_LEFT, y1=f"{y.at(rate):.1f}", x2=WIDTH - _RIGHT, y2=f"{y.at(rate):.1f}", class_="axis")
