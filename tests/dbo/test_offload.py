@@ -79,13 +79,6 @@ class Case:
         return self.wrapped(parts).clone()
 
 
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    made = Emulator()
-    with torch.inference_mode(), made.watching():
-        yield made
-
-
 @pytest.fixture(params=["threads", "greenlet"])
 def runner(request: pytest.FixtureRequest) -> Iterator[UBatchRunner]:
     with UBatchRunner(3, device=CPU, driver=request.param, step_timeout_s=30) as made:

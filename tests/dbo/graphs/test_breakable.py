@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,6 @@ from torch import Tensor
 from dbo.errors import DBOError
 from dbo.graphs.breakable import BreakableCapture, EagerPart, Segment, eager_break_during_capture
 from tests.dbo.graphs.emulator import Emulator
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    made = Emulator()
-    with torch.inference_mode(), made.watching():
-        yield made
 
 
 @eager_break_during_capture

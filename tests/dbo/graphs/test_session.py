@@ -51,13 +51,6 @@ class Steps:
         return self.wrapped(self.buffer[: descriptor.num_tokens])
 
 
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    made = Emulator()
-    with torch.inference_mode(), made.watching():
-        yield made
-
-
 def dispatcher(mode: Mode = Mode.FULL_AND_PIECEWISE) -> GraphDispatcher:
     return GraphDispatcher(mode, [2, 8, 32], num_ubatches=[2], max_num_requests=16)
 

@@ -22,13 +22,6 @@ from tests.dbo.graphs.emulator import Emulator
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    made = Emulator()
-    with torch.inference_mode(), made.watching():
-        yield made
-
-
 @pytest.fixture(params=["threads", "greenlet"])
 def runner(request: pytest.FixtureRequest) -> Iterator[UBatchRunner]:
     with UBatchRunner(4, device=CPU, driver=request.param, step_timeout_s=30) as made:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -38,13 +37,6 @@ class Model:
 @eager_break_during_capture
 def plus_one(x: Tensor, out: Tensor) -> None:
     torch.add(x, 1, out=out)
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    made = Emulator()
-    with torch.inference_mode(), made.watching():
-        yield made
 
 
 @pytest.mark.parametrize("mode", [Mode.FULL, Mode.PIECEWISE])
