@@ -27,6 +27,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -296,9 +298,11 @@ class Mesh:
 
     def _end_launcher(self) -> None:
         """torchrun hangs in its store's client for ever where the store fell silent, deaf to SIGTERM."""
-        if self.peers.store_lost and self._launcher_keeps_store and os.getppid() > 1:
+        if self.peers.store_lost and self._launcher_keeps_store:
+            launcher = os.getppid()
             with contextlib.suppress(OSError):
-                os.kill(os.getppid(), signal.SIGKILL)
+                if is_torchrun(Path(f"/proc/{launcher}/cmdline").read_bytes()):  # not a shell between it and this rank
+                    os.kill(launcher, signal.SIGKILL)
 
     def _why_stopped(self) -> str | None:
         failure = self.peers.wait_failure(1.0)
@@ -312,6 +316,14 @@ class Mesh:
         deadline = time.monotonic() + CLOSE_LIMIT_S
         while self.peers.num_left() < self.world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def is_torchrun(command: bytes) -> bool:
+    """Whether a command line, as /proc shows it, is torch's launcher, by any of its names."""
+    words = command.split(b"\0")
+    modules = (b"torch.distributed.run", b"torch.distributed.launch")
+    as_module = any(flag == b"-m" and name in modules for flag, name in pairwise(words))
+    return as_module or any(word.endswith(b"/torchrun") for word in words[:2])
 
 
 def _is_here(address: str) -> bool:

@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from dbo.errors import ConfigError, PeerFailed
-from launch.mesh import Mesh, Place, RendezvousError, choose_device, connect_store, first_node, read_place
+from launch.mesh import (
+    Mesh,
+    Place,
+    RendezvousError,
+    choose_device,
+    connect_store,
+    first_node,
+    is_torchrun,
+    read_place,
+)
 from tests.ranks import REPOSITORY, kill_tree
 
 TORCHRUN = {
@@ -316,6 +325,21 @@ def test_a_store_kept_by_rank_0_listens_at_its_address_alone():
     with pytest.raises(RendezvousError, match=r"could not be opened .*in use"):
         connect_store(place, 5, keeps=True)
     del store
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -m torch.distributed.run --nproc-per-node 2 -m launch generate", True),
+        ("/env/bin/python /env/bin/torchrun --nproc-per-node 2 -m launch generate", True),
+        ("python -u -X dev -m torch.distributed.launch -m launch generate", True),
+        ("bash wrapper.sh --started-by torchrun", False),
+        ("python -m launch slurm -- /env/bin/torchrun", False),
+        ("", False),
+    ],
+)
+def test_only_torchrun_is_ended_with_its_ranks(command, expected):
+    assert is_torchrun(b"\0".join(command.encode().split())) == expected
 
 
 def test_sigterm_on_one_rank_reaches_the_others_with_its_cause():
