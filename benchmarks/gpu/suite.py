@@ -77,13 +77,22 @@ PARTS = (
         name="first", call=1, seconds=40, module=CONFORMANCE,
         arguments="deepep_ht deepep_ll torch --checks self-test+smallest_case",
     ),
-    Part(name="kernels", call=1, seconds=100, module="pytest", arguments="-q -m gpu tests", ranks=0),
+    Part(
+        name="kernels", call=1, seconds=100, module="pytest", arguments="-q -m gpu tests --ignore=tests/dbo/graphs",
+        ranks=0,
+    ),
+    Part(name="graphs-one", call=1, seconds=90, module="pytest", arguments="-q -m gpu tests/dbo/graphs", ranks=0),
     Part(
         name="prefill", call=1, seconds=110, module="benchmarks.gpu.prefill",
         arguments="--tokens 16384,8192 --sms 8,16,24,32,48",
     ),
     Part(name="steps", call=1, seconds=110, module="benchmarks.gpu.steps"),
     Part(name="decode", call=1, seconds=70, module="benchmarks.gpu.decode"),
+    Part(name="graphs-decode", call=1, seconds=60, module="benchmarks.gpu.graphs", arguments="decode"),
+    Part(name="graphs-prefill", call=1, seconds=120, module="benchmarks.gpu.graphs", arguments="prefill"),
+    Part(
+        name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24",
+    ),
     Part(name="engine", call=1, seconds=100, module="benchmarks.gpu.engine", arguments="--ranks {ranks}", ranks=0),
     Part(
         name="prefill-sizes", call=2, seconds=110, module="benchmarks.gpu.prefill",
