@@ -76,7 +76,16 @@ def random_prompts(num_tokens: int, rank: int) -> list[tuple[int, int]]:
 class Steps:
     """One step's worth of requests under every form: whole or in two ubatches, eager, FULL or PIECEWISE."""
 
-    def __init__(self, bench: Bench, model: Any, lengths: Sequence[tuple[int, int]], *, head: bool = False) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        model: Any,
+        lengths: Sequence[tuple[int, int]],
+        *,
+        head: bool = False,
+        driver: str | None = None,
+    ) -> None:
+        driver = driver or bench.args.driver
         self.bench, self.model, self.mesh = bench, model, bench.mesh
         self.schedule = schedule_of(lengths, bench.mesh.rank)
         self.num_tokens = self.schedule.num_tokens
@@ -102,8 +111,8 @@ class Steps:
             )
             for num in (1, 2)
         }
-        self.runner = UBatchRunner(2, device=self.mesh.device, driver=bench.args.driver)
-        mode = "relaxed" if bench.args.driver == "threads" else "thread_local"
+        self.runner = UBatchRunner(2, device=self.mesh.device, driver=driver)  # type: ignore[arg-type]
+        mode = "relaxed" if driver == "threads" else "thread_local"
         self.pool = GraphPool(backend_of(bench), mode=mode)  # type: ignore[arg-type]
         self.step = UBatchStep(self._model, self.runner)
         self.wrapped = CUDAGraphWrapper(self._forward, self.pool)
@@ -124,28 +133,35 @@ class Steps:
         """Of any rank: they must lay out attention alike only on one rank, so each takes its own."""
         return max(len(self.schedule.chunks), -(-self.num_tokens // TOKENS_PER_REQUEST))
 
-    def descriptor(self, mode: CUDAGraphMode, num_ubatches: int) -> BatchDescriptor:
-        tokens = -(-self.num_tokens // num_ubatches) * num_ubatches
+    def descriptor(self, mode: CUDAGraphMode, num_ubatches: int, num_tokens: int | None = None) -> BatchDescriptor:
+        """The shape of all requests, or that of so many tokens."""
+        tokens = -(-(num_tokens or self.num_tokens) // num_ubatches) * num_ubatches
         requests = tokens if self.decode else self.most_requests + 1
         exact = BatchDescriptor(
             num_tokens=tokens, num_requests=requests, uniform_decode=self.decode, num_ubatches=num_ubatches
         )
         return exact.relaxed() if mode is CUDAGraphMode.PIECEWISE else exact
 
-    def parts(self, mode: CUDAGraphMode, num_ubatches: int) -> list[ForwardBatch]:
-        """The inputs, filled as the engine fills them."""
-        shape = self.descriptor(mode, num_ubatches)
+    def parts(
+        self,
+        mode: CUDAGraphMode,
+        num_ubatches: int,
+        schedule: Schedule | None = None,
+        num_tokens: int | None = None,
+    ) -> list[ForwardBatch]:
+        """The inputs, filled as the engine fills them; of another schedule, if given, in the shape of `num_tokens`."""
+        schedule, shape = schedule or self.schedule, self.descriptor(mode, num_ubatches, num_tokens)
         ranks = self.mesh.world_size
         plan = BatchPlan(
             config=DBOConfig(overlap="on"),
-            votes={"num_tokens": (self.num_tokens,) * ranks, "uniform_decode": (int(self.decode),) * ranks},
+            votes={"num_tokens": (schedule.num_tokens,) * ranks, "uniform_decode": (int(self.decode),) * ranks},
             reason=Reason.SPLIT,
             reason_rank=None,
             num_ubatches=num_ubatches,
             num_tokens_padded=shape.num_tokens,
         )
-        slices = make_slices(plan, self.schedule.query_lens, seq_lens=self.schedule.seq_lens)
-        return self.inputs[num_ubatches].build(self.schedule, slices, shape)
+        slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
+        return self.inputs[num_ubatches].build(schedule, slices, shape)
 
     def capture(self, mode: CUDAGraphMode, num: int, hold: Callable[[], AbstractContextManager[object]]) -> Arm:
         """Warm up, capture, and compare a replay with the eager run."""

@@ -133,6 +133,10 @@ class Bench:
         """DeepEP's low-latency kernels between these ranks."""
         return self._make(DeepEPLowLatency, config, max_tokens)
 
+    def over_torch(self, config: ModelConfig, max_tokens: int) -> Any:
+        """`torch.distributed`, so NCCL, between these ranks."""
+        return self._make(TorchAll2All, config, max_tokens)
+
     def bare(self, all2all: Any) -> Any:
         """The normal kernels without `Work` and `Comm`."""
         return all2all if self.args.rehearse else Bare(all2all)

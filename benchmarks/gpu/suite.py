@@ -103,6 +103,7 @@ PARTS = (
         name="prefill-deepseek", call=2, seconds=130, module="benchmarks.gpu.prefill",
         arguments="--shape deepseek-v3 --num-layers 2 --tokens 8192,16384,4096,2048,32768 --sms 8,16,24 --rounds 5",
     ),
+    Part(name="replays", call=2, seconds=120, module="benchmarks.gpu.replays"),
     Part(name="demo", call=2, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
     Part(
         name="failures", call=2, seconds=100, module="pytest",
