@@ -84,6 +84,7 @@ class Steps:
         *,
         head: bool = False,
         driver: str | None = None,
+        interleave: bool = True,
     ) -> None:
         driver = driver or bench.args.driver
         self.bench, self.model, self.mesh = bench, model, bench.mesh
@@ -114,7 +115,7 @@ class Steps:
         self.runner = UBatchRunner(2, device=self.mesh.device, driver=driver)  # type: ignore[arg-type]
         mode = "relaxed" if driver == "threads" else "thread_local"
         self.pool = GraphPool(backend_of(bench), mode=mode)  # type: ignore[arg-type]
-        self.step = UBatchStep(self._model, self.runner)
+        self.step = UBatchStep(self._model, self.runner, interleave=interleave)
         self.wrapped = CUDAGraphWrapper(self._forward, self.pool)
         ends = np.cumsum(self.schedule.query_lens, dtype=np.int64) - 1
         self.last = torch.from_numpy(ends).to(self.mesh.device) if head else None
@@ -126,7 +127,14 @@ class Steps:
 
     def _forward(self, parts: list[ForwardBatch]) -> Tensor:
         hidden = self.step(parts)
+        if self.model.offloader is not None:
+            self.model.offloader.join_after_forward()
         return hidden if self.last is None else self.model.compute_logits(hidden[self.last])
+
+    def onload(self) -> None:
+        """Before a forward: offloaded weights as it must find them."""
+        if self.model.offloader is not None:
+            self.model.offloader.sync_prev_onload()
 
     @cached_property
     def most_requests(self) -> int:
@@ -167,6 +175,7 @@ class Steps:
         """Warm up, capture, and compare a replay with the eager run."""
         with self.pool.stream(), hold():
             parts = self.parts(mode, num)
+            self.onload()
             eager = self._forward(parts).clone()
             with set_cudagraph_capturing_enabled(), step_context(mode, self.descriptor(mode, num)):
                 self.wrapped(parts)
@@ -182,6 +191,7 @@ class Steps:
 
         def run() -> Tensor:
             with hold():
+                self.onload()
                 return self._forward(parts)
 
         return run
@@ -211,6 +221,7 @@ class Arm:
     def __call__(self) -> Tensor:
         hold = self.hold if self.mode is CUDAGraphMode.PIECEWISE else nullcontext
         with self.steps.pool.stream(), hold(), step_context(self.mode, self.steps.descriptor(self.mode, self.num)):
+            self.steps.onload()
             return self.steps.wrapped(self.input)
 
 

@@ -41,7 +41,7 @@ from moe.all2all.torch_dist import TorchAll2All
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig, named_shape
 from moe.kv_cache import KVCache
-from moe.models.decoder import Model, declare_params
+from moe.models.decoder import Model, Params, declare_params
 from moe.models.registry import family_named
 from moe.sms import GreenStream, set_compute_sms, total_sms
 
@@ -192,14 +192,19 @@ class Bench:
         )
 
 
-def random_model(config: ModelConfig, all2all: All2All, device: torch.device) -> Model:
-    """A model of this rank's random weights, made on the device: on a CPU it would take minutes."""
+def random_params(config: ModelConfig, all2all: All2All, device: torch.device) -> Params:
+    """This rank's random weights, made on the device: on a CPU it would take minutes."""
     experts = expert_range(config.num_experts, all2all.ep_size, all2all.ep_rank)
     params = {}
     for name, param in declare_params(config, family_named(config.family), experts).items():
         values = torch.empty(param.shape, dtype=config.dtype, device=device)
         params[name] = values.fill_(1.0) if param.ones else values.normal_(std=0.02)
-    return Model(config, params, all2all)
+    return params
+
+
+def random_model(config: ModelConfig, all2all: All2All, device: torch.device) -> Model:
+    """A model of them."""
+    return Model(config, random_params(config, all2all, device), all2all)
 
 
 def prompts(config: ModelConfig, num_tokens: int, length: int, mesh: Mesh) -> tuple[ForwardBatch, KVCache]:

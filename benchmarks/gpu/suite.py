@@ -109,6 +109,7 @@ PARTS = (
         name="failures", call=2, seconds=100, module="pytest",
         arguments="-q -m multigpu tests/launch/test_gpu_failures.py", ranks=0,
     ),
+    Part(name="offload", call=2, seconds=60, module="benchmarks.gpu.offload"),
     Part(name="soak", call=3, seconds=210, module="benchmarks.gpu.soak", arguments="--seconds 180"),
     Part(
         name="conformance", call=3, seconds=220, module=CONFORMANCE,
