@@ -8,7 +8,8 @@ A file of its own because it is memory and streams only; which weights, is up to
 `num_slots` sets of device memory take turns: layer k always lies in slot k mod num_slots, so graphs know its address.
 
 Invariants:
-- A slot is overwritten only after everything queued on the compute stream so far: every use of what it held.
+- A slot is overwritten only after everything queued on the compute stream so far, and not while a ubatch is in the
+  middle of using it (it yielded there): so after every use of what it held.
 - Every forward begins and ends with the same layers on the device, and no copy under way: `sync_prev_onload` before it,
   `join_after_forward` as its last act. So a graph of it can be replayed after any other, holds no stream that is not
   joined, and waits for nothing that was recorded before it.
@@ -24,7 +25,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from dbo.errors import ConfigError
+from dbo.errors import ConfigError, DBOError
 from dbo.graphs.active import between_segments
 
 P = ParamSpec("P")
@@ -52,6 +53,7 @@ class Offloader:
         self._device = device
         self._held: dict[int, int] = {}  # slot -> the layer in it, once all that is queued has run
         self._pending: set[int] = set()  # slots with a copy that the compute stream has not waited for
+        self._users = [0] * len(self._slots)  # calls under way, by slot
         self._in_forward = False
         self.num_copied_bytes = 0  # by every eager forward and every capture; a replay copies as much again
 
@@ -65,17 +67,29 @@ class Offloader:
         return self._slots[layer % len(self._slots)]
 
     def using(self, layer: int, fn: Callable[P, T]) -> Callable[P, T]:
-        """`fn`, which reads `weights(layer)`, with that layer in place; meanwhile the next one is copied."""
+        """`fn`, which reads `weights(layer)`, with that layer in place; meanwhile the next one is copied. If `fn`
+        yields, the next one may have to wait for the siblings. Raises DBOError when they are further apart than slots.
+        """
+        slot = layer % len(self._slots)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             self._in_forward = True  # until it is joined; a replay neither comes here nor there
+            if self._held.get(slot) != layer and self._users[slot]:
+                raise DBOError(
+                    f"offloaded layer {layer} is needed where layer {self._held.get(slot)} is still in use by a ubatch "
+                    f"that yielded inside it: more than {len(self._slots)} slots are needed"
+                )
             self._onload(layer)
-            self._wait(layer % len(self._slots))
+            self._wait(slot)
             for ahead in range(layer + 1, layer + len(self._slots)):
                 following = ahead % len(self._host)
-                if following % len(self._slots) != layer % len(self._slots):
+                if following % len(self._slots) != slot and not self._users[following % len(self._slots)]:
                     self._onload(following)
-            return fn(*args, **kwargs)
+            self._users[slot] += 1
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._users[slot] -= 1
 
         return call
 

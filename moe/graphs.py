@@ -120,8 +120,17 @@ class _Replanned:
     ) -> Tensor:
         """See `AttentionPlan.attend`."""
         out = qkv.new_empty(qkv.shape[0], self._config.num_heads * self._config.head_dim)
-        self._attend(layer, qkv, q_norm, k_norm, angles, out)
+        plan: Any = self._plan
+        if hasattr(plan, "store"):  # what does not depend on lengths can be captured
+            plan.store(layer, qkv, q_norm, k_norm, angles)
+            self._attend_stored(layer, qkv, out)
+        else:
+            self._attend(layer, qkv, q_norm, k_norm, angles, out)
         return out
+
+    @eager_break_during_capture
+    def _attend_stored(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        out.copy_(cast(Any, self._plan).attend_stored(layer, qkv))
 
     @eager_break_during_capture
     def _attend(self, layer: int, qkv: Tensor, q: Any, k: Any, angles: tuple[Tensor, Tensor], out: Tensor) -> None:

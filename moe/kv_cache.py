@@ -37,6 +37,7 @@ class KVCache:
         num_slots = (num_blocks + 1) * block_size
         shape = (config.num_layers, 2, num_slots, config.num_kv_heads, config.head_dim)
         self._memory = _zeros(shape, dtype, torch.device(device))
+        self._layers = [(keys, values) for keys, values in self._memory]  # views cost the host as much as launches
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -46,7 +47,7 @@ class KVCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [num_slots, num_kv_heads, head_dim], indexed by slot."""
-        return self._memory[index, 0], self._memory[index, 1]
+        return self._layers[index]
 
     def write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] of layer `index` at `slots` [T] int64; -1 = nowhere."""

@@ -177,9 +177,9 @@ class Steps:
             parts = self.parts(mode, num)
             self.onload()
             eager = self._forward(parts).clone()
-            with set_cudagraph_capturing_enabled(), step_context(mode, self.descriptor(mode, num)):
-                self.wrapped(parts)
-        arm = Arm(self, mode, num, hold)
+            arm = Arm(self, mode, num, hold)
+            with set_cudagraph_capturing_enabled(), step_context(mode, arm.descriptor):
+                arm.wrapped(parts)
         self._forward(self.parts(mode, 3 - num))  # something else in between
         arm.fill()
         arm.equal = self.bench.all_agree(torch.equal(arm()[: self.num_tokens], eager[: self.num_tokens]))
@@ -206,12 +206,15 @@ class Steps:
 
 
 class Arm:
-    """A captured step: a call replays it."""
+    """A captured step: a call replays it. A wrapper of its own, since arms of one shape differ in their partition."""
 
     equal = False
 
     def __init__(self, steps: Steps, mode: CUDAGraphMode, num: int, hold: Callable[[], AbstractContextManager[object]]):
-        self.steps, self.mode, self.num, self.hold = steps, mode, num, hold
+        self.steps, self.mode, self.num = steps, mode, num
+        self.hold = hold if mode is CUDAGraphMode.PIECEWISE else nullcontext  # in force for what runs between graphs
+        self.descriptor = steps.descriptor(mode, num)
+        self.wrapped = CUDAGraphWrapper(steps._forward, steps.pool)
         self.fill()
 
     def fill(self) -> None:
@@ -219,10 +222,9 @@ class Arm:
         self.input = self.steps.parts(self.mode, self.num)
 
     def __call__(self) -> Tensor:
-        hold = self.hold if self.mode is CUDAGraphMode.PIECEWISE else nullcontext
-        with self.steps.pool.stream(), hold(), step_context(self.mode, self.steps.descriptor(self.mode, self.num)):
+        with self.steps.pool.stream(), self.hold(), step_context(self.mode, self.descriptor):
             self.steps.onload()
-            return self.steps.wrapped(self.input)
+            return self.wrapped(self.input)
 
 
 def backend_of(bench: Bench) -> GraphBackend:
@@ -267,7 +269,9 @@ def prefill_size(num_tokens: int, bench: Bench, model: Any, all2all: Any, *, hea
                     arms[f"{name}_{mode.name.lower()}"] = arm
                 arms[f"{name}_eager"] = steps.eager(num, hold)
         at = found["sms"][str(num_sms)] = {}
-        for name, times in bench.time_arms(arms).items():
+        with steps.pool.stream():  # as the engine runs
+            measured = bench.time_arms(arms)
+        for name, times in measured.items():
             at[name] = {**times.figure(), "host_ms": times.host, "host_ms_per_layer": times.host / layers}
         bench.say(num_tokens, num_sms, {name: round(arm["value"], 2) for name, arm in at.items()})
         steps.clear()
@@ -290,7 +294,9 @@ def decode_size(num_tokens: int, bench: Bench, model: Any, all2all: Any) -> dict
             arm = steps.capture(mode, num, nullcontext)
             found["gates"]["passed"] &= arm.equal
             arms |= {f"{name}_graph": arm, f"{name}_eager": steps.eager(num, nullcontext)}
-    for name, times in bench.time_arms(arms).items():
+    with steps.pool.stream():  # as the engine runs
+        measured = bench.time_arms(arms)
+    for name, times in measured.items():
         found["arms"][name] = {**times.figure(), "host_ms": times.host}
         if name.endswith("_graph"):
             ahead = bench.clock.device_ms(arms[name], rounds=min(7, bench.rounds), ahead_ms=AHEAD_MS, meet=bench.meet)
@@ -340,11 +346,12 @@ def floor(bench: Bench, model: Any, all2all: Any, steps: Steps, num_tokens: int)
 
 
 def read_bandwidth(bench: Bench) -> float:
-    """Bytes a millisecond, reading memory larger than the cache."""
+    """Bytes a millisecond, of memory larger than the cache: the fastest of a sum and a copy, which writes as well."""
     data = torch.ones(1 << (20 if bench.args.rehearse else 30), dtype=torch.bfloat16, device=bench.mesh.device)
-    total = data.view(-1, 1 << 10)
-    ms = bench.clock.device_ms(lambda: total.amax(1), rounds=5, ahead_ms=5)
-    return data.nbytes / ms
+    words, other = data.view(torch.float32), torch.empty_like(data)
+    ways = {"sum": (lambda: words.sum(), 1), "rows": (lambda: words.view(-1, 4096).amax(1), 1)}
+    ways["copy"] = (lambda: other.copy_(data), 2)
+    return max(times * data.nbytes / bench.clock.device_ms(way, rounds=5, ahead_ms=5) for way, times in ways.values())
 
 
 def round_trip_ms(bench: Bench, all2all: Any, config: Any, num_tokens: int) -> float:
@@ -430,7 +437,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prefill", "steps", "decode"))
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=numbers)
-    parser.add_argument("--sms", type=numbers, default=[8, 16, 24])
+    parser.add_argument("--sms", type=numbers, default=[8, 16, 24, 32, 48])
     parser.add_argument("--driver", choices=("threads", "greenlet"), default="greenlet")
     args = parser.parse_args()
     decode = args.what == "decode"

@@ -42,7 +42,7 @@ class GraphBackend(Protocol):
         """The opposite, on the same stream. False if nothing was captured: such a graph is given up already."""
 
     def abort(self, graph: Any, pool: Any) -> None:
-        """Give up a capture that failed, whatever state it is in. Raises nothing."""
+        """Give up a capture that failed, whatever state it is in; nothing more is captured into `pool`."""
 
     def capture_stream(self) -> Any:
         """A stream that can be captured: the current one if it can."""

@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +26,17 @@ class CudaGraphs:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self._streams = {"compute": self._side, **(streams or {})}
+        self._aborted: list[torch.cuda.CUDAGraph] = []
 
-    def new_pool(self) -> Any:
+    def new_pool(self) -> _Pool:
         """See `GraphBackend.new_pool`."""
-        return torch.cuda.graph_pool_handle()
+        handle = torch.cuda.graph_pool_handle()
+        return _Pool(handle, self._tiny_graph(handle))
 
-    def begin(self, pool: Any, mode: ErrorMode) -> torch.cuda.CUDAGraph:
+    def begin(self, pool: _Pool, mode: ErrorMode) -> torch.cuda.CUDAGraph:
         """See `GraphBackend.begin`."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode=mode)
+        graph.capture_begin(pool=pool.handle, capture_error_mode=mode)
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> bool:
@@ -49,17 +52,22 @@ class CudaGraphs:
             graph.reset()
         return not empty
 
-    def abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """See `GraphBackend.abort`. When `capture_end` fails it leaves the allocator as it was in the capture."""
+    def abort(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+        """See `GraphBackend.abort`. When `capture_end` fails it leaves the allocator and the random numbers' generator
+        as they were in the capture. A capture that succeeds puts the generator right; the allocator of pinned memory
+        goes on knowing the graph, so the graph must live, and its pool must not be used again.
+        """
         try:
             graph.capture_end()
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_endAllocateToPool(index, pool.handle)
             with suppress(RuntimeError):
-                torch._C._cuda_releasePool(index, pool)
-        with suppress(RuntimeError):
+                torch._C._cuda_releasePool(index, pool.handle)
+            self._aborted.append(graph)
+            self._tiny_graph(torch.cuda.graph_pool_handle())
+        else:
             graph.reset()
 
     def capture_stream(self) -> torch.cuda.Stream:
@@ -72,8 +80,9 @@ class CudaGraphs:
         return torch.cuda.current_stream(self._device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """See `GraphBackend.on_stream`."""
-        return torch.cuda.stream(stream)
+        """See `GraphBackend.on_stream`. A stream is a context itself, in C; `torch.cuda.stream` is slow Python."""
+        context: AbstractContextManager[Any] = stream
+        return context
 
     @contextmanager
     def joined(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -112,6 +121,23 @@ class CudaGraphs:
         if current not in found.values() and _captures(current):
             found[f"stream {current.cuda_stream:#x}"] = current
         return ", ".join(found) or "no stream that has a name here"
+
+    def _tiny_graph(self, handle: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._side):
+            graph.capture_begin(pool=handle, capture_error_mode="relaxed")
+            torch.zeros(1, device=self._device)
+            graph.capture_end()
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Memory of graphs. Torch's allocator refuses a pool that was without any graph for a moment, as it is while the
+    first segment turns out to be empty: so one graph is in it from the start."""
+
+    handle: Any
+    anchor: torch.cuda.CUDAGraph
 
 
 _WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}

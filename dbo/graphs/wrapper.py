@@ -91,11 +91,15 @@ class GraphPool:
         """Have `clear_all_graphs` reach `wrapper`."""
         self._wrappers.add(wrapper)
 
+    def renew(self) -> None:
+        """Have the next capture begin another pool; this one goes with its last graph."""
+        self._pool = None
+
     def clear_all_graphs(self) -> None:
         """Give up every graph of every wrapper; memory goes back to the device."""
         for wrapper in list(self._wrappers):
             wrapper.clear_graphs()
-        self._pool = None  # it goes with its last graph
+        self.renew()
         self.backend.collect()
 
 
@@ -170,6 +174,7 @@ class CUDAGraphWrapper(Generic[T]):
                 output = map_tensors(self._fn(*args, **kwargs), backend.weak_ref)
         except Exception as error:
             explained = _explained(step, error, backend)
+            self._graphs.renew()
             backend.collect()
             raise explained from error
         num_bytes, seconds = max(0, backend.reserved_bytes() - before), time.perf_counter() - started

@@ -82,8 +82,15 @@ class CudaAttention:
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """See `AttentionPlan.attend`; qkv is overwritten."""
-        c, end, start = self._config, self._num_rows, self._num_decodes
-        keys, values = self._kv.layer(layer)
+        self.store(layer, qkv, q_norm, k_norm, angles)
+        return self.attend_stored(layer, qkv)
+
+    def store(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> None:
+        """The part that is the same for all lengths, so graphs of any mode may hold it: norms and angles, in place,
+        and the writing of keys and values."""
+        c, (keys, values) = self._config, self._kv.layer(layer)
         rotate_and_cache(
             qkv,
             q_norm,
@@ -96,6 +103,11 @@ class CudaAttention:
             num_kv_heads=c.num_kv_heads,
             eps=c.rms_norm_eps,
         )
+
+    def attend_stored(self, layer: int, qkv: Tensor) -> Tensor:
+        """The other part: every query sees its keys."""
+        c, end, start = self._config, self._num_rows, self._num_decodes
+        keys, values = self._kv.layer(layer)
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // c.head_dim, c.head_dim)
         q, k, v = heads.split_with_sizes([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)  # `split` is slow Python
         parts = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.context import yield_turn
-from dbo.errors import ConfigError
+from dbo.errors import ConfigError, DBOError
 from dbo.graphs.breakable import eager_break_during_capture
 from dbo.graphs.descriptor import BatchDescriptor, step_context
 from dbo.graphs.mode import CUDAGraphMode as Mode
@@ -99,6 +99,38 @@ def test_same_bits_in_every_mode(emulator: Emulator, runner: UBatchRunner, num_l
                     for part in parts[num]:
                         part.normal_()
                     assert torch.equal(case(parts[num]), case.resident(parts[num]))
+
+
+def test_a_layer_stays_while_a_sibling_has_yielded_inside_it(runner: UBatchRunner) -> None:
+    offloader = Offloader(weights(5), CPU)
+
+    def twice(held: dict[str, Tensor]) -> Layer:
+        def run(x: Tensor) -> Tensor:
+            before = layer_of(held)(x)
+            yield_turn("inside")
+            return before + layer_of(held)(x)
+
+        return run
+
+    layers = [offloader.using(k, twice(offloader.weights(k))) for k in range(5)]
+    parts = [torch.randn(2, 4) for _ in range(3)]
+    offloader.sync_prev_onload()
+    found = runner.run(forward(layers, breaks=False), parts)
+    expected = [forward([twice(held) for held in weights(5)], breaks=False)(part) for part in parts]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_ubatches_too_far_apart_for_their_slots(runner: UBatchRunner) -> None:
+    offloader = Offloader(weights(3), CPU)
+
+    def stays(x: int) -> int:
+        yield_turn("inside")
+        return x
+
+    first, third = offloader.using(0, stays), offloader.using(2, stays)
+    offloader.sync_prev_onload()
+    with pytest.raises(DBOError, match=r"offloaded layer 2 is needed where layer 0 is still in use"):
+        runner.run(lambda k: (first, third)[k](k), [0, 1])
 
 
 def test_each_layer_is_copied_once_a_forward(emulator: Emulator, runner: UBatchRunner) -> None:

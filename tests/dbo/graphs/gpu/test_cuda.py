@@ -220,7 +220,7 @@ def test_an_event_from_before_the_capture(device: torch.device) -> None:
     with (
         set_cudagraph_capturing_enabled(),
         step_context(Mode.FULL, BatchDescriptor(num_tokens=8)),
-        pytest.raises(CaptureError, match=r"in waits: `torch.cuda.current_stream.*compute"),
+        pytest.raises(CaptureError, match=r"(?s)in waits: `torch.cuda.current_stream.*compute"),
     ):
         wrapped(torch.ones(8, device=device))
 
