@@ -1,12 +1,16 @@
 """How many multiprocessors compute kernels may use, and the partition between them and the all2all.
 
-Its own file because the settings are torch's: its carve-out (cuBLASLt, grouped products; the Triton kernels here size
-their grids by it, so that there is one number) and green contexts, streams whose kernels run on a fixed set of SMs.
+Its own file because the settings are torch's and our kernels' own. There are three ways:
 
-Which of the two: the carve-out leaves the right number of SMs free but not which, and DeepEP launches clusters of two
-neighbours, which wait where the free SMs are single ones; every other kernel still spreads over all SMs. A green
-context leaves whole units of 8, so it costs compute a few SMs more. Measured on an H200 (benchmarks/results), it wins
-while the all2all has few SMs and loses where compute is the longer lane.
+    carve-out   torch's (cuBLASLt, grouped products; the Triton kernels here size their grids by it): the SMs of the
+                all2all stay free also while it has nothing to do
+    green       a stream whose kernels run on a fixed set of SMs, in whole units of 8; nothing else gets in the way
+    shared      compute uses all SMs and gives them up soon: the longest of our kernels runs a program a tile instead
+                of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end
+
+DeepEP launches clusters of two neighbours, which wait where the free SMs are single ones, so a carve-out of few SMs
+delays it. Measured on H200s (benchmarks/results): shared wins wherever compute is the longer lane, green where the
+all2all has few SMs and much to send.
 """
 
 from __future__ import annotations
@@ -46,6 +50,21 @@ def set_compute_sms(num_sms: int | None) -> int | None:
     carved = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(None if num_sms is None or num_sms >= total else total - num_sms)
     return None if carved is None else total - carved
+
+
+_shared: int | None = None
+
+
+def shared_sms() -> int | None:
+    """SMs that kernels may hold for long while the rest is shared; None = compute has all SMs to itself."""
+    return _shared
+
+
+def share_sms(num_sms: int | None) -> int | None:
+    """A `dbo.sm_partition.Setter` for `shared_sms`."""
+    global _shared
+    before, _shared = _shared, num_sms
+    return before
 
 
 class GreenStream:
@@ -104,6 +123,6 @@ def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> Abs
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=set_comm_sms,
-        set_compute_sms=_green_stream() if comm_sms < GREEN_BELOW else set_compute_sms,
+        set_compute_sms=_green_stream() if comm_sms < GREEN_BELOW else share_sms,
         multiple_of=2,
     )

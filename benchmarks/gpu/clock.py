@@ -17,10 +17,12 @@ _CYCLES_PER_MS = 1_900_000  # about; more is no harm
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What a device ran in one call: how many kernels and copies, and for how long it ran any."""
+    """What a device ran in one call: how many kernels and copies, for how long it ran any, and from the first to the
+    last of them."""
 
     launches: int
     busy_ms: float
+    span_ms: float
 
 
 class Clock:
@@ -64,17 +66,20 @@ class Clock:
         torch.cuda.synchronize()
         return first.elapsed_time(last)
 
-    def kernels(self, function: Callable[[], object]) -> Kernels:
-        """Run `function` under the profiler; on the CPU operators stand for kernels."""
+    def kernels(self, function: Callable[[], object], meet: Callable[[], object]) -> Kernels:
+        """Run `function` under the profiler, after `meet`: a message's kernel that waits for another rank counts as
+        busy. On the CPU operators stand for kernels."""
         from torch.profiler import ProfilerActivity, profile
 
         kind = torch.autograd.DeviceType.CUDA if self._cuda else torch.autograd.DeviceType.CPU
         with profile(activities=[ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU]) as profiled:
+            meet()
             function()
             self.synchronize()
         events = [event for event in profiled.events() if event.device_type == kind]
         spans = [(event.time_range.start, event.time_range.end) for event in events]
-        return Kernels(launches=len(events), busy_ms=covered(spans) / 1e3)
+        span = max(end for _, end in spans) - min(start for start, _ in spans)
+        return Kernels(launches=len(events), busy_ms=covered(spans) / 1e3, span_ms=span / 1e3)
 
     def memory_mib(self) -> tuple[float, float]:
         """In use now, and kept by the allocator; on the CPU the most this process ever had, twice."""

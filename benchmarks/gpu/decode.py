@@ -33,14 +33,14 @@ def run_size(num_tokens: int, bench: Bench, model: Any) -> dict[str, Any]:
     runs |= {f"overlap_{d}": lambda d=d: arms.overlap(d) for d in ("threads", "greenlet")}
     found: dict[str, Any] = {"num_tokens": num_tokens, "gates": gates, "arms": {}}
     for name, times in bench.time_arms(runs).items():
-        kernels = bench.clock.kernels(runs[name])
+        kernels = bench.clock.kernels(runs[name], bench.meet)
         ahead = bench.clock.device_ms(runs[name], rounds=min(5, bench.rounds), ahead_ms=AHEAD_MS, meet=bench.meet)
         found["arms"][name] = {
             **times.figure(),
             "host_ms": times.host,
             "device_ms": ahead,
             "busy_ms": kernels.busy_ms,
-            "busy": kernels.busy_ms / times.median,
+            "busy": kernels.busy_ms / kernels.span_ms,
             "launches": kernels.launches,
         }
     arms.close()

@@ -46,6 +46,7 @@ from launch.scheduler import Chunk, Limits, Request, Schedule
 from moe.batch import ForwardBatch
 from moe.graphs import make_capturable
 from moe.kv_cache import KVCache
+from moe.sms import GREEN_BELOW
 
 AHEAD_MS = 80
 
@@ -248,7 +249,7 @@ def watching(steps: Steps) -> AbstractContextManager[Any]:
 def holders(bench: Bench, all2all: Any, num_sms: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
     """Name, ubatches and partition of every arm at one number of SMs."""
     yield "whole", 1, lambda: bench.partition(all2all, num_sms)
-    for form in ("carve", "green") if num_sms < 16 else ("carve",):
+    for form in ("carve", "green", "shared") if num_sms < GREEN_BELOW else ("carve", "shared"):
         yield f"overlap_{form}", 2, lambda form=form: bench.partition(all2all, num_sms, form)
 
 

@@ -32,11 +32,11 @@ from moe.all2all.self_test import self_test
 from moe.config import shape_note
 from moe.experts import ExpertWeights, make_experts
 from moe.kernels.permute import make_permutation
+from moe.sms import GREEN_BELOW
 
 NIC_SMS = 8
-GREEN_BELOW = 16  # as in moe/sms.py
 DRIVERS = ("threads", "greenlet")
-MODES = ("none", "carve", "green")
+MODES = ("none", "carve", "green", "shared")
 WHOLE_LIMIT = 2e-2
 
 Gates = dict[str, Any]
@@ -109,14 +109,14 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
     def on(mode: str, arm: Callable[[], object]) -> Callable[[], None]:
         return within(lambda: bench.partition(all2all, num_sms, mode), arm)
 
-    best = "green" if num_sms < GREEN_BELOW else "carve"
+    best = "green" if num_sms < GREEN_BELOW else "shared"
     runs: dict[str, Callable[[], object]] = {
         "whole": on("none", arms.whole),
         "compute_split": on("carve", recorded["compute_split"]),
         "comm": on("none", recorded["comm"]),
         f"overlap_threads_{best}": on(best, lambda: arms.overlap("threads")),
     }
-    for mode in ("carve", "green") if nic else ("none", "carve"):
+    for mode in ("carve", "green", "shared") if nic else ("none", "carve", "shared"):
         runs[f"overlap_greenlet_{mode}"] = on(mode, lambda: arms.overlap("greenlet"))
     if nic:
         runs[f"overlap_four_{best}"] = on(best, lambda: arms.overlap("four"))

@@ -43,7 +43,7 @@ from moe.config import ModelConfig, named_shape
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model, Params, declare_params
 from moe.models.registry import family_named
-from moe.sms import GreenStream, set_compute_sms, total_sms
+from moe.sms import GreenStream, set_compute_sms, share_sms, total_sms
 
 BLOCK = 16
 SHORTEST, LONGEST = 64, 264  # contexts of decodes
@@ -169,11 +169,11 @@ class Bench:
         return time_arms(arms, self.mesh, rounds=self.rounds, warmup=self.warmup)
 
     def partition(self, all2all: Any, num_sms: int, mode: str = "none") -> AbstractContextManager[object]:
-        """`num_sms` for the all2all; for compute: none = all, carve = the rest, green = the rest by `GREEN`."""
+        """`num_sms` for the all2all; for compute: none = all, the others see `moe/sms.py`."""
         if mode == "none":
             all2all.set_num_sms(num_sms)
             return nullcontext()
-        compute = GREEN if mode == "green" else set_compute_sms
+        compute = {"green": GREEN, "carve": set_compute_sms, "shared": share_sms}[mode]
         return SMPartition(
             comm_sms=num_sms,
             total_sms=132 if self.args.rehearse else total_sms(torch.cuda.current_device()),

@@ -6,7 +6,7 @@ ids); after each part everything found so far is summed up and, where $OUT names
 be run in several calls, on several machines, and merged.
 
     scripts/gpu_suite --plan                     what there is, and how long it takes
-    scripts/gpu_suite --call 1                   the first third; 2 and 3 are the others
+    scripts/gpu_suite --call 1                   what fits into one lease; 2, 3 and 4 are the others
     scripts/gpu_suite steps decode               these parts
     scripts/gpu_suite --rehearse                 every line on the CPU, with tiny shapes
     scripts/gpu_suite --merge a.tar.gz b.tar.gz --into benchmarks/results/2026-11-30-h200x2
@@ -74,53 +74,51 @@ class Part:
 CONFORMANCE = "tests.moe.gpu.conformance"
 PARTS = (
     Part(
-        name="first", call=1, seconds=40, module=CONFORMANCE,
+        name="first", call=1, seconds=20, module=CONFORMANCE,
         arguments="deepep_ht deepep_ll torch --checks self-test+smallest_case",
     ),
     Part(
-        name="kernels", call=1, seconds=100, module="pytest", arguments="-q -m gpu tests --ignore=tests/dbo/graphs",
+        name="kernels", call=1, seconds=45, module="pytest", arguments="-q -m gpu tests --ignore=tests/dbo/graphs",
         ranks=0,
     ),
-    Part(name="graphs-one", call=1, seconds=90, module="pytest", arguments="-q -m gpu tests/dbo/graphs", ranks=0),
+    Part(name="graphs-one", call=1, seconds=40, module="pytest", arguments="-q -m gpu tests/dbo/graphs", ranks=0),
     Part(
-        name="prefill", call=1, seconds=110, module="benchmarks.gpu.prefill",
-        arguments="--tokens 16384,8192 --sms 8,16,24,32,48",
+        name="prefill", call=1, seconds=55, module="benchmarks.gpu.prefill",
+        arguments="--tokens 16384,8192 --sms 8,16,24,32,48,64",
     ),
-    Part(name="steps", call=1, seconds=110, module="benchmarks.gpu.steps"),
-    Part(name="decode", call=1, seconds=70, module="benchmarks.gpu.decode"),
-    Part(name="graphs-decode", call=1, seconds=60, module="benchmarks.gpu.graphs", arguments="decode"),
-    Part(name="graphs-prefill", call=1, seconds=120, module="benchmarks.gpu.graphs", arguments="prefill"),
-    Part(
-        name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24",
-    ),
-    Part(name="engine", call=1, seconds=100, module="benchmarks.gpu.engine", arguments="--ranks {ranks}", ranks=0),
-    Part(
-        name="prefill-sizes", call=2, seconds=110, module="benchmarks.gpu.prefill",
-        arguments="--tokens 4096,2048,32768 --sms 8,16,24,32,48",
-    ),
-    Part(name="routing", call=2, seconds=60, module="benchmarks.gpu.routing"),
-    Part(
-        name="prefill-deepseek", call=2, seconds=130, module="benchmarks.gpu.prefill",
-        arguments="--shape deepseek-v3 --num-layers 2 --tokens 8192,16384,4096,2048,32768 --sms 8,16,24 --rounds 5",
-    ),
-    Part(name="replays", call=2, seconds=120, module="benchmarks.gpu.replays"),
-    Part(name="demo", call=2, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
+    Part(name="graphs-decode", call=1, seconds=40, module="benchmarks.gpu.graphs", arguments="decode"),
+    Part(name="graphs-prefill", call=1, seconds=130, module="benchmarks.gpu.graphs", arguments="prefill"),
+    Part(name="steps", call=1, seconds=80, module="benchmarks.gpu.steps"),
+    Part(name="decode", call=1, seconds=40, module="benchmarks.gpu.decode"),
+    Part(name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24,48"),
+    Part(name="replays", call=2, seconds=130, module="benchmarks.gpu.replays"),
+    Part(name="offload", call=2, seconds=50, module="benchmarks.gpu.offload"),
+    Part(name="engine", call=2, seconds=65, module="benchmarks.gpu.engine", arguments="--ranks {ranks}", ranks=0),
+    Part(name="routing", call=2, seconds=25, module="benchmarks.gpu.routing"),
     Part(
         name="failures", call=2, seconds=100, module="pytest",
         arguments="-q -m multigpu tests/launch/test_gpu_failures.py", ranks=0,
     ),
-    Part(name="offload", call=2, seconds=60, module="benchmarks.gpu.offload"),
-    Part(name="soak", call=3, seconds=210, module="benchmarks.gpu.soak", arguments="--seconds 180"),
     Part(
-        name="conformance", call=3, seconds=220, module=CONFORMANCE,
+        name="prefill-sizes", call=3, seconds=80, module="benchmarks.gpu.prefill",
+        arguments="--tokens 4096,2048,32768 --sms 8,16,24,32,48",
+    ),
+    Part(
+        name="prefill-deepseek", call=3, seconds=110, module="benchmarks.gpu.prefill",
+        arguments="--shape deepseek-v3 --num-layers 2 --tokens 8192,16384,4096,2048,32768 --sms 8,16,24 --rounds 5",
+    ),
+    Part(name="demo", call=3, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
+    Part(name="soak", call=3, seconds=200, module="benchmarks.gpu.soak", arguments="--seconds 180"),
+    Part(
+        name="conformance", call=4, seconds=220, module=CONFORMANCE,
         arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 15",
     ),
     Part(
-        name="conformance-options", call=3, seconds=70, module=CONFORMANCE,
+        name="conformance-options", call=4, seconds=70, module=CONFORMANCE,
         arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 5",
     ),
     Part(
-        name="conformance-local", call=3, seconds=25, module=CONFORMANCE,
+        name="conformance-local", call=4, seconds=25, module=CONFORMANCE,
         arguments="local --rounds 200 --seconds 5", ranks=1,
     ),
 )  # fmt: skip

@@ -67,8 +67,7 @@ class CudaGraphs:
                 torch._C._cuda_releasePool(index, pool.handle)
             self._aborted.append(graph)
             self._tiny_graph(torch.cuda.graph_pool_handle())
-        else:
-            graph.reset()
+        graph.reset()
 
     def capture_stream(self) -> torch.cuda.Stream:
         """See `GraphBackend.capture_stream`. The legacy default stream cannot be captured."""

@@ -56,5 +56,6 @@ def test_both_ranks_end_and_name_the_cause(tmp_path, phase, largest, overlap):
         finished = command.wait(120)
     assert finished.returncode == 1
     assert re.search(r"rank 1.*ArithmeticError: planted", finished.stderr), finished.stderr
-    assert re.search(r"rank 0: a deepep_\w+ operation.* cannot be recalled", finished.stderr), finished.stderr
+    ends = r"rank 0: (a deepep_\w+ operation.* cannot be recalled|stopped by SIGTERM because rank 1)"
+    assert re.search(ends, finished.stderr), finished.stderr  # whichever comes first: rank 0 itself, or torchrun
     assert finished.elapsed_s < 90, finished.stderr  # most of it to start
