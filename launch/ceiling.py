@@ -54,7 +54,8 @@ _MEMORY_SHARE = 0.5  # of what is free, at most, for what a recorded step receiv
 class DeviceWork:
     """What the device did in one step, by its own clock."""
 
-    busy_ms: float  # at least one kernel or copy under way
+    busy_ms: float  # at least one kernel or copy under way; one that waits for another rank counts
+    span_ms: float  # from the first to the last
     launches: int  # kernels and copies
 
 
@@ -99,9 +100,9 @@ class StepBreakdown:
         return self._efficiency("split_compute")
 
     def busy_share(self, form: Form) -> float | None:
-        """The part of a step in which the device had work; None where that is not known."""
-        ms = self.ms(form)
-        return self.device[form].busy_ms / ms if ms and form in self.device else None
+        """The part of a step in which the device had work, of the step under the profiler; None where not known."""
+        work = self.device.get(form)
+        return work.busy_ms / work.span_ms if work is not None and work.span_ms else None
 
     def _bound(self, compute: Form) -> float | None:
         parts = self.ms(compute), self.ms("messages")
@@ -272,8 +273,8 @@ class StepMeter:
             return {}
         found: dict[Form, dict[str, float]] = {}
         for form, run in forms.items():
-            self._meet()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                self._meet()  # starting a profiler takes each rank its own time
                 run()
                 self._settle()
             found[form] = device_work(
@@ -287,7 +288,8 @@ class StepMeter:
 def device_work(spans_us: Iterator[tuple[float, float]]) -> dict[str, float]:
     """`DeviceWork` as plain data, from when each kernel and copy began and ended, in us."""
     spans = list(spans_us)
-    return {"busy_ms": busy(spans) / 1e3, "launches": len(spans)}
+    span = max((end for _, end in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
+    return {"busy_ms": busy(spans) / 1e3, "span_ms": span / 1e3, "launches": len(spans)}
 
 
 def join_breakdowns(parts: Sequence[Mapping[str, Any]]) -> StepBreakdown:

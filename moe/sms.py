@@ -2,29 +2,28 @@
 
 Its own file because the settings are torch's and our kernels' own. There are three ways:
 
-    carve-out   torch's (cuBLASLt, grouped products; the Triton kernels here size their grids by it): the SMs of the
-                all2all stay free also while it has nothing to do
+    carve       torch's carve-out (cuBLASLt, grouped products; the Triton kernels here size their grids by it): the SMs
+                of the all2all stay free also while it has nothing to do
     green       a stream whose kernels run on a fixed set of SMs, in whole units of 8; nothing else gets in the way
     shared      compute uses all SMs and gives them up soon: the longest of our kernels runs a program a tile instead
                 of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end
 
 DeepEP launches clusters of two neighbours, which wait where the free SMs are single ones, so a carve-out of few SMs
-delays it. Measured on H200s (benchmarks/results): shared wins wherever compute is the longer lane, green where the
-all2all has few SMs and much to send.
+delays it. Measured on H200s (benchmarks/results): shared is the fastest, but for eager steps of 16384 tokens whose
+messages have 8 SMs, where green is 4% faster.
 """
 
 from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dbo.sm_partition import Setter, SMPartition
 from moe.all2all.base import All2All
 
-GREEN_BELOW = 16  # SMs of the all2all
 _UNIT = 8  # SMs in which a green context is cut
 
 
@@ -112,7 +111,18 @@ def takes_sms(all2all: All2All, device: torch.device) -> bool:
     return device.type == "cuda" and hasattr(all2all, "set_num_sms")
 
 
-def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
+Form = Literal["shared", "carve", "green"]
+
+
+def compute_setter(form: Form) -> Setter:
+    """What puts a number of SMs for compute into force; see the table of this file."""
+    setters: dict[Form, Setter] = {"shared": share_sms, "carve": set_compute_sms, "green": _green_stream()}
+    return setters[form]
+
+
+def make_partition(
+    all2all: All2All, comm_sms: int, device: torch.device, form: Form = "shared"
+) -> AbstractContextManager[object]:
     """What to enter around a run of ubatches: `comm_sms` for the all2all, the rest for compute; nothing where the
     all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
     """
@@ -123,6 +133,6 @@ def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> Abs
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=set_comm_sms,
-        set_compute_sms=_green_stream() if comm_sms < GREEN_BELOW else share_sms,
+        set_compute_sms=compute_setter(form),
         multiple_of=2,
     )

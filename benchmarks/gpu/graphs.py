@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setup import BLOCK, LONGEST, SHORTEST, Bench, make_parser, numbers, random_model
+from benchmarks.gpu.setup import BLOCK, GREEN_BELOW, LONGEST, SHORTEST, Bench, make_parser, numbers, random_model
 from benchmarks.gpu.summary import NIC_SMS, Figure, passed, plain, ratio, single
 from dbo.agreement import BatchPlan, Reason
 from dbo.config import DBOConfig
@@ -46,7 +46,6 @@ from launch.scheduler import Chunk, Limits, Request, Schedule
 from moe.batch import ForwardBatch
 from moe.graphs import make_capturable
 from moe.kv_cache import KVCache
-from moe.sms import GREEN_BELOW
 
 AHEAD_MS = 80
 

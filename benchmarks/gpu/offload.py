@@ -130,7 +130,7 @@ class Pair:
     def hold(self, form: str) -> Callable[[], AbstractContextManager[object]]:
         if self.phase == "decode":
             return nullcontext
-        return lambda: self.bench.partition(self.all2all, NUM_SMS, "carve" if form == "overlap" else "none")
+        return lambda: self.bench.partition(self.all2all, NUM_SMS, "shared" if form == "overlap" else None)
 
     def capture(self) -> None:
         for form in self.forms:

@@ -27,16 +27,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setup import Arms, Bench, Recorded, Switch, Times, make_parser, numbers, prompts, random_model
+from benchmarks.gpu.setup import (
+    GREEN_BELOW,
+    Arms,
+    Bench,
+    Recorded,
+    Switch,
+    Times,
+    make_parser,
+    numbers,
+    prompts,
+    random_model,
+)
 from moe.all2all.self_test import self_test
 from moe.config import shape_note
 from moe.experts import ExpertWeights, make_experts
 from moe.kernels.permute import make_permutation
-from moe.sms import GREEN_BELOW
+from moe.sms import Form
 
 NIC_SMS = 8
 DRIVERS = ("threads", "greenlet")
-MODES = ("none", "carve", "green", "shared")
+FORMS: dict[str, Form | None] = {"none": None, "carve": "carve", "green": "green", "shared": "shared"}
 WHOLE_LIMIT = 2e-2
 
 Gates = dict[str, Any]
@@ -52,9 +63,9 @@ def check_gates(arms: Arms, all2all: Any, bench: Bench) -> Gates:
     whole, split = arms.whole(), arms.split()
     gates: Gates = {"whole_relative_error": relative_error(whole, split)}
     for driver in DRIVERS:
-        for mode in MODES:
-            with bench.partition(all2all, 20, mode):
-                gates[f"overlap_{driver}_{mode}_equal"] = all(
+        for name, form in FORMS.items():
+            with bench.partition(all2all, 20, form):
+                gates[f"overlap_{driver}_{name}_equal"] = all(
                     torch.equal(arms.overlap(driver), split) for _ in range(2)
                 )
     four = arms.split("four")
@@ -106,8 +117,8 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
     """What is measured with so many SMs for messages. `recorded`: runs on recorded messages."""
     nic = num_sms == NIC_SMS
 
-    def on(mode: str, arm: Callable[[], object]) -> Callable[[], None]:
-        return within(lambda: bench.partition(all2all, num_sms, mode), arm)
+    def on(form: str, arm: Callable[[], object]) -> Callable[[], None]:
+        return within(lambda: bench.partition(all2all, num_sms, FORMS[form]), arm)
 
     best = "green" if num_sms < GREEN_BELOW else "shared"
     runs: dict[str, Callable[[], object]] = {
@@ -116,8 +127,8 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
         "comm": on("none", recorded["comm"]),
         f"overlap_threads_{best}": on(best, lambda: arms.overlap("threads")),
     }
-    for mode in ("carve", "green", "shared") if nic else ("none", "carve", "shared"):
-        runs[f"overlap_greenlet_{mode}"] = on(mode, lambda: arms.overlap("greenlet"))
+    for form in ("carve", "green", "shared") if nic else ("none", "carve", "shared"):
+        runs[f"overlap_greenlet_{form}"] = on(form, lambda: arms.overlap("greenlet"))
     if nic:
         runs[f"overlap_four_{best}"] = on(best, lambda: arms.overlap("four"))
         runs["split"] = on("none", arms.split)

@@ -146,7 +146,7 @@ class AllGraphs:
         """The SMs of an arm, where the transport has a number of them."""
         if not hasattr(self.all2all, "set_num_sms"):
             return nullcontext()
-        return self.bench.partition(self.all2all, COMM_SMS, "carve" if ARMS[arm] > 1 else "none")
+        return self.bench.partition(self.all2all, COMM_SMS, "shared" if ARMS[arm] > 1 else None)
 
 
 def replay(bench: Bench, graphs: AllGraphs, name: str, turns: int) -> list[dict[str, Any]]:

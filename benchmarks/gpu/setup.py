@@ -43,10 +43,11 @@ from moe.config import ModelConfig, named_shape
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model, Params, declare_params
 from moe.models.registry import family_named
-from moe.sms import GreenStream, set_compute_sms, share_sms, total_sms
+from moe.sms import Form, compute_setter, total_sms
 
 BLOCK = 16
 SHORTEST, LONGEST = 64, 264  # contexts of decodes
+GREEN_BELOW = 16  # SMs of the all2all: with more a green context has never been the best form
 
 
 def command() -> str:
@@ -168,17 +169,16 @@ class Bench:
         """See `time_arms`."""
         return time_arms(arms, self.mesh, rounds=self.rounds, warmup=self.warmup)
 
-    def partition(self, all2all: Any, num_sms: int, mode: str = "none") -> AbstractContextManager[object]:
-        """`num_sms` for the all2all; for compute: none = all, the others see `moe/sms.py`."""
-        if mode == "none":
+    def partition(self, all2all: Any, num_sms: int, form: Form | None = None) -> AbstractContextManager[object]:
+        """`num_sms` for the all2all; for compute the rest, in one of the forms of `moe/sms.py`, None = all SMs."""
+        if form is None:
             all2all.set_num_sms(num_sms)
             return nullcontext()
-        compute = {"green": GREEN, "carve": set_compute_sms, "shared": share_sms}[mode]
         return SMPartition(
             comm_sms=num_sms,
             total_sms=132 if self.args.rehearse else total_sms(torch.cuda.current_device()),
             set_comm_sms=all2all.set_num_sms,
-            set_compute_sms=() if self.args.rehearse else compute,
+            set_compute_sms=() if self.args.rehearse else compute_setter(form),
             multiple_of=2,
         )
 
@@ -265,9 +265,6 @@ def cut(batch: ForwardBatch, mesh: Mesh, num_ubatches: int) -> list[ForwardBatch
     plan = agreement.agree(Vote(num_tokens=batch.num_tokens, num_tokens_padded=batch.num_tokens))
     assert plan.should_ubatch, plan.explain()
     return split_batch(batch, make_slices(plan, batch.query_lens, seq_lens=batch.seq_lens))
-
-
-GREEN = GreenStream()
 
 
 # ------------------------------------------------------------------ compute alone, communication alone

@@ -108,7 +108,7 @@ class Soak:
                 x = (x + y).contiguous()
             return found
 
-        held = self._bench.partition(all2all, turn.num_sms, "carve") if hasattr(all2all, "set_num_sms") else None
+        held = self._bench.partition(all2all, turn.num_sms, "shared") if hasattr(all2all, "set_num_sms") else None
         with held or nullcontext():
             ends = self._runners[turn.driver].run(layers, list(range(len(turn.sizes))), interleave=turn.interleave)
         errors = [0.0]

@@ -34,9 +34,9 @@ def run_step(num_tokens: int, length: int, bench: Bench, model: Any, all2all: An
     runs: dict[str, Callable[[], object]] = {}
     for num_sms in bench.args.sms:
         runs[f"whole {num_sms}"] = within(lambda n=num_sms: bench.partition(all2all, n), arms.whole)
-        for mode in ("none", "carve"):
+        for mode, form in (("none", None), ("shared", "shared")):
             runs[f"overlap {num_sms} {mode}"] = within(
-                lambda n=num_sms, m=mode: bench.partition(all2all, n, m), lambda: arms.overlap("greenlet")
+                lambda n=num_sms, f=form: bench.partition(all2all, n, f), lambda: arms.overlap("greenlet")
             )
     times = bench.time_arms(runs)
     arms.close()

@@ -66,6 +66,7 @@ class CudaGraphs:
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(index, pool.handle)
             self._aborted.append(graph)
+            pool.anchor.reset()
             self._tiny_graph(torch.cuda.graph_pool_handle())
         graph.reset()
 

@@ -54,18 +54,25 @@ def test_a_step_that_did_not_split_has_a_ceiling_only():
 def test_the_slowest_rank_counts_and_rank_0_tells_of_its_device():
     parts = [
         {"phase": "decode", "num_tokens": 8, "num_ubatches": 1, "times": {"whole": times}, "device": device}
-        for times, device in (([1.0, 5.0], {"whole": {"busy_ms": 2.0, "launches": 7}}), ([3.0, 4.0], {}))
+        for times, device in (
+            ([1.0, 5.0], {"whole": {"busy_ms": 2.0, "span_ms": 4.0, "launches": 7}}),
+            ([3.0, 4.0], {}),
+        )
     ]
     step = join_breakdowns(parts)
     assert list(step.times["whole"]) == [3.0, 5.0]
-    assert step.device == {"whole": DeviceWork(busy_ms=2.0, launches=7)}
+    assert step.device == {"whole": DeviceWork(busy_ms=2.0, span_ms=4.0, launches=7)}
     assert step.busy_share("whole") == pytest.approx(0.5)
     assert step.busy_share("overlap") is None
 
 
 def test_work_at_the_same_time_is_busy_once():
-    assert device_work(iter([(0.0, 10.0), (5.0, 20.0), (30.0, 31.0)])) == {"busy_ms": 0.021, "launches": 3}
-    assert device_work(iter([])) == {"busy_ms": 0.0, "launches": 0}
+    assert device_work(iter([(0.0, 10.0), (5.0, 20.0), (30.0, 31.0)])) == {
+        "busy_ms": 0.021,
+        "span_ms": 0.031,
+        "launches": 3,
+    }
+    assert device_work(iter([])) == {"busy_ms": 0.0, "span_ms": 0.0, "launches": 0}
 
 
 def test_the_largest_split_step_of_each_phase_is_taken_apart():
