@@ -31,12 +31,12 @@ from typing import Literal, TypeVar, cast
 
 import torch
 
-from dbo.context import UBatchContext, _current, current_ubatch
+from dbo.context import UBatchContext, _current
 from dbo.drivers.base import Body, Driver
 from dbo.drivers.greenlets import GreenletDriver
 from dbo.drivers.threads import ThreadDriver
 from dbo.errors import ConfigError, DBOError, StepTimeout, UBatchCancelled
-from dbo.graphs.active import next_segment
+from dbo.graphs.active import active_capture, next_segment
 from dbo.torch_state import TorchState
 from dbo.trace import Tracer
 
@@ -69,8 +69,8 @@ class Step:
         """Start a step. Without `interleave` a yield keeps the turn, so the ubatches run one after another."""
         self.error = None
         self.running = 0
-        self.live = list(range(num_ubatches))
-        self._next = [(k + 1) % num_ubatches for k in self.live] if interleave else list(self.live)
+        self.live = order = list(range(num_ubatches))
+        self._next = order[1:] + order[:1] if interleave else order.copy()
         self._deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
 
     def pass_turn(self, index: int) -> None:
@@ -103,14 +103,15 @@ class Step:
 
     def leave(self, index: int) -> int | None:
         """Take a ubatch that ended out of the rotation; return who goes on, None after the last one."""
-        place = self.live.index(index)
-        del self.live[place]
-        for k in self.live:
-            if self._next[k] == index:
-                self._next[k] = self._next[index]
-        if not self.live:
+        live, following = self.live, self._next
+        place = live.index(index)
+        del live[place]
+        if not live:
             return None
-        self.running = self.live[place % len(self.live)]
+        for k in live:
+            if following[k] == index:
+                following[k] = following[index]
+        self.running = live[place % len(live)]
         return self.running
 
     def positions(self) -> str:
@@ -147,7 +148,7 @@ class UBatchRunner:
         self._device = torch.device(device)
         self._rank = rank
         self._timeout_s = step_timeout_s
-        self._busy = False
+        self._busy, self._settled = False, True
         self._state: TorchState | None = None
         self._driver = self._make_driver(driver)
         self._contexts: list[UBatchContext] = []
@@ -169,22 +170,33 @@ class UBatchRunner:
         num, step, contexts = len(items), self._step, self._contexts
         if not 1 <= num <= self.num_ubatches:
             raise ConfigError("items", num, f"1 to {self.num_ubatches}", "make a runner with a larger num_ubatches")
-        self._refuse_if_closed_or_inside()
+        if _current.get() is not None or not self._close.alive:
+            self._refuse_inside_or_closed()
         busy, self._busy = self._busy, True  # one statement without a call: no other thread gets in between
         if busy:
             raise DBOError("this runner runs a step already, for another thread: one step at a time")
         try:
-            if not self._driver.settle(0):
+            if not self._settled and not self._driver.settle(0):
                 raise DBOError(f"a ubatch of an earlier step has not come back yet: {self.report()}")
             results: list[T | None] = [None] * num
             variables = [copy_context() for _ in range(num)]
-            state, foreign = self._caller_state(), self._driver.own_threads
+            state, foreign, capturing = self._state, self._driver.own_threads, active_capture.get() is not None
+            if state is None or not state.exact():
+                self._state = state = TorchState.capture(self._device)
 
             def body(k: int) -> int | None:
                 try:
-                    if step.error is None:
-                        with state.applied() if foreign and not state.exact() else state:
-                            results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k])
+                    if step.error is not None:
+                        pass
+                    elif foreign and not state.exact():
+                        with state.applied():
+                            results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k], capturing)
+                    else:
+                        try:
+                            results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k], capturing)
+                        finally:
+                            if not state.in_force():
+                                state.restore()
                 except BaseException as error:
                     step.fail(error, f"rank {self._rank}, {contexts[k].position}")
                 return step.leave(k)
@@ -192,14 +204,16 @@ class UBatchRunner:
             for context in contexts[:num]:
                 context.reset(num, state.stream)
             step.begin(num, interleave=interleave, timeout_s=self._timeout_s)
-            self._drive(body, state)
+            self._settled = False
+            self._settled = self._drive(body, state)
             if step.error is not None:
                 raise step.error
-            next_segment()
+            if capturing:
+                next_segment()
             return cast("list[T]", results)
         finally:
             try:
-                if self._driver.settle(0):
+                if self._settled or self._driver.settle(0):
                     step.error = None  # it holds the frames, and so the tensors, of the step
             finally:
                 self._busy = False
@@ -220,41 +234,42 @@ class UBatchRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _drive(self, body: Body, state: TorchState) -> None:
-        """Start the step and wait for it; on an interrupt or a time-out have the ubatches stop, and wait for that."""
+    def _drive(self, body: Body, state: TorchState) -> bool:
+        """Start the step and wait for it; on an interrupt or a time-out have the ubatches stop, and wait for that.
+
+        Gives whether nothing of it runs any more.
+        """
         step, driver = self._step, self._driver
         try:
             if driver.run(body, state, self._timeout_s):
-                return
+                return True
             step.fail(StepTimeout(f"the step took longer than {self._timeout_s:g} s"), self.report())
         except BaseException as error:  # whatever a signal handler raised while this thread was parked
             step.fail(error, f"rank {self._rank}, in the caller, interrupted; {step.positions()}")
-        driver.settle(_UNWIND_S)
+        return driver.settle(_UNWIND_S)
 
     def _make_driver(self, name: str) -> Driver:
         if name == "greenlet":
             return GreenletDriver(self.num_ubatches)
         return ThreadDriver(self.num_ubatches, one_core=self._device.type == "cuda")
 
-    def _caller_state(self) -> TorchState:
-        if self._state is None or not self._state.exact():
-            self._state = TorchState.capture(self._device)
-        return self._state
-
-    def _refuse_if_closed_or_inside(self) -> None:
+    def _refuse_inside_or_closed(self) -> None:
         if not self._close.alive:
             raise DBOError("this runner is closed")
-        if current_ubatch() is not None:
-            raise DBOError("a run inside a run: ubatches cannot be split again")
+        raise DBOError("a run inside a run: ubatches cannot be split again")
 
 
-def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A) -> T:
+def _run_ubatch(context: UBatchContext, fn: Callable[[A], T], item: A, capturing: bool) -> T:
     _current.set(context)
-    next_segment()
-    context.begin_compute()
+    if capturing:
+        next_segment()
+    if context.tracer is not None:
+        context.begin_compute()
     result = fn(item)
-    context.run_recv_hook()
-    context.end_compute()
+    if context._recv_hook is not None:
+        context.run_recv_hook()
+    if context.tracer is not None:
+        context.end_compute()
     return result
 
 

@@ -122,15 +122,15 @@ class _Replanned:
         out = qkv.new_empty(qkv.shape[0], self._config.num_heads * self._config.head_dim)
         plan: Any = self._plan
         if hasattr(plan, "store"):  # what does not depend on lengths can be captured
-            plan.store(layer, qkv, q_norm, k_norm, angles)
-            self._attend_stored(layer, qkv, out)
+            q, k, v = plan.store(layer, qkv, q_norm, k_norm, angles)
+            self._attend_stored(layer, q, k, v, out)
         else:
             self._attend(layer, qkv, q_norm, k_norm, angles, out)
         return out
 
     @eager_break_during_capture
-    def _attend_stored(self, layer: int, qkv: Tensor, out: Tensor) -> None:
-        out.copy_(cast(Any, self._plan).attend_stored(layer, qkv))
+    def _attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        out.copy_(cast(Any, self._plan).attend_stored(layer, q, k, v))
 
     @eager_break_during_capture
     def _attend(self, layer: int, qkv: Tensor, q: Any, k: Any, angles: tuple[Tensor, Tensor], out: Tensor) -> None:

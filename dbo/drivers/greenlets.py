@@ -53,9 +53,9 @@ class GreenletDriver:
     def run(self, body: Body, state: TorchState, timeout_s: float) -> bool:
         """See `Driver.run`. The limit is watched by the waits of the ubatches: there is no other thread to do it."""
         self._body, self._state = body, state
-        self._hub = self._greenlet.getcurrent()
+        self._hub = hub = self._greenlet.getcurrent()
         self._left_early = True
-        main = _root(self._hub)
+        main = hub if hub.parent is None else _root(hub)
         if main is not self._main:  # greenlets belong to the thread that made them, and its number is used again
             self._lanes = [self._greenlet.greenlet(self._loop) for _ in range(self._num_ubatches)]
             self._wake = [lane.switch for lane in self._lanes]

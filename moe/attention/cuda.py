@@ -82,14 +82,13 @@ class CudaAttention:
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """See `AttentionPlan.attend`; qkv is overwritten."""
-        self.store(layer, qkv, q_norm, k_norm, angles)
-        return self.attend_stored(layer, qkv)
+        return self.attend_stored(layer, *self.store(layer, qkv, q_norm, k_norm, angles))
 
     def store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> None:
+    ) -> Sequence[Tensor]:
         """The part that is the same for all lengths, so graphs of any mode may hold it: norms and angles, in place,
-        and the writing of keys and values."""
+        and the writing of keys and values. Gives the query, key and value heads of `qkv`, each [T, heads, head_dim]."""
         c, (keys, values) = self._config, self._kv.layer(layer)
         rotate_and_cache(
             qkv,
@@ -103,21 +102,24 @@ class CudaAttention:
             num_kv_heads=c.num_kv_heads,
             eps=c.rms_norm_eps,
         )
-
-    def attend_stored(self, layer: int, qkv: Tensor) -> Tensor:
-        """The other part: every query sees its keys."""
-        c, end, start = self._config, self._num_rows, self._num_decodes
-        keys, values = self._kv.layer(layer)
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // c.head_dim, c.head_dim)
-        q, k, v = heads.split_with_sizes([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)  # `split` is slow Python
+        sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        parts: Sequence[Tensor] = heads.split_with_sizes(sizes, 1)  # `split` is slow Python
+        return parts
+
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The other part: every query sees its keys. [T, num_heads * head_dim]."""
+        total, end, start = q.shape[0], self._num_rows, self._num_decodes
+        keys, values = self._kv.layer(layer)
         parts = []
         if start:
             parts.append(self._decode(q[:start], keys, values))
         for p in self._prompts:
-            seen = (k[p.rows], v[p.rows]) if p.slots is None else (keys[p.slots], values[p.slots])
-            parts.append(self._prefill(p, q[p.rows], *seen))
-        if end < qkv.shape[0] or not parts:
-            parts.append(qkv.new_zeros(qkv.shape[0] - end, c.num_heads, c.head_dim))
+            alone = p.rows.start == 0 and p.rows.stop == total  # a slice costs the host as much as a launch
+            mine = (q, k, v) if alone else (q[p.rows], k[p.rows], v[p.rows])
+            parts.append(self._prefill(p, *(mine if p.slots is None else (mine[0], keys[p.slots], values[p.slots]))))
+        if end < total or not parts:
+            parts.append(q.new_zeros(total - end, *q.shape[1:]))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
