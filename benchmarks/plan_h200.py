@@ -1,9 +1,9 @@
 """Does `plan`'s model put recorded parts of H200 steps together to the recorded steps?
 
-    python benchmarks/plan_h200.py [--figures results/2026-11-29-h200x2/prefill.json] [--out FILE.json]
+    python benchmarks/plan_h200.py [--figures results/2026-11-30-h200x2/prefill.json] [--out FILE.json]
 
 Needs no GPU: it reads what `benchmarks.gpu.prefill` recorded on 2 x H200 (Qwen3-30B-A3B layers, DeepEP's normal kernels
-at 8, 16 and 24 SMs, eager). Parts: compute of a whole batch, compute of two halves under the SM partition, messages
+at 8 to 64 SMs, eager). Parts: compute of a whole batch, compute of two halves under the SM partition, messages
 alone. Steps: whole, and overlapped with greenlets and carve-out. What the recordings do not say is taken from traces of
 the same transport: dispatch is 0.6 of the messages, attention 0.36 of the compute.
 
@@ -81,7 +81,7 @@ def rows(figures: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", type=Path, default=RESULTS / "2026-11-29-h200x2/prefill.json")
+    parser.add_argument("--figures", type=Path, default=RESULTS / "2026-11-30-h200x2/prefill.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "plan_h200.json")
     options = parser.parse_args()
     found, tax = rows(json.loads(options.figures.read_text()))
