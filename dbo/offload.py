@@ -13,7 +13,8 @@ Invariants:
 - Every forward begins and ends with the same layers on the device, and no copy under way: `sync_prev_onload` before it,
   `join_after_forward` as its last act. So a graph of it can be replayed after any other, holds no stream that is not
   joined, and waits for nothing that was recorded before it.
-- A layer that is not where it should be (ubatches far apart) is copied again: slower, never wrong.
+- A layer that is not where it should be (ubatches far apart) is copied again, or refused while a sibling is inside the
+  layer that is there: never wrong.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Offloader:
             self._in_forward = True  # until it is joined; a replay neither comes here nor there
             if self._held.get(slot) != layer and self._users[slot]:
                 raise DBOError(
-                    f"offloaded layer {layer} is needed where layer {self._held.get(slot)} is still in use by a ubatch "
+                    f"offloaded layer {layer} is needed in slot {slot}, where another one is still in use by a ubatch "
                     f"that yielded inside it: more than {len(self._slots)} slots are needed"
                 )
             self._onload(layer)

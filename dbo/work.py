@@ -22,7 +22,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,7 +42,6 @@ Order = Literal["early", "late"]
 # How long a host-side wait stays in gloo before it looks whether it should give up. Completion ends it at once; this
 # only bounds how late a cancellation or a failed peer is noticed.
 _WAIT_SLICE = timedelta(milliseconds=50)
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 300e-6  # between two looks, in a greenlet
 
 
 class Comm:
@@ -216,33 +214,11 @@ class Work(Generic[T]):
 
 
 def done_within(work: dist.Work, limit: timedelta) -> bool:
-    """Wait for a gloo collective, at most `limit`. A wait that ran out of time leaves the collective as it was.
-
-    In a greenlet it looks again and again instead: a wait that runs out of time throws in C++, which walks up the
-    stack, and above a greenlet's first frame lies what others have written there since (the process was seen to crash).
-    """
-    if _in_greenlet():
-        return _completes_within(work, limit)
+    """Wait for a gloo collective, at most `limit`. A wait that ran out of time leaves the collective as it was."""
     try:
         work.wait(limit)
     except RuntimeError:
         if not work.is_completed():
             return False
         work.wait()  # completed at the last moment, or failed: this returns or raises what really happened
-    return True
-
-
-def _in_greenlet() -> bool:
-    greenlet = sys.modules.get("greenlet")
-    return greenlet is not None and greenlet.getcurrent().parent is not None
-
-
-def _completes_within(work: dist.Work, limit: timedelta) -> bool:
-    end, pause = time.monotonic() + limit.total_seconds(), _SHORTEST_PAUSE_S
-    while not work.is_completed():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    work.wait()  # raises what the collective raised
     return True

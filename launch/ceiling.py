@@ -5,7 +5,7 @@ forward, and the forward runs again and again in several forms, in random order,
 
     whole, split, overlap   the arms, for this step
     compute                 whole, on the tokens that were received in a recorded run, with nothing sent
-    split_compute           the same for the ubatches one after another, with the SMs that overlap leaves to compute
+    split_compute           the same for the ubatches one after another, under the partition of overlap
     messages                the messages of `whole` alone, packing and unpacking included
     split_messages          those of the ubatches, one after another
 
@@ -128,7 +128,12 @@ class StepBreakdown:
             "ms": {form: median(times) for form, times in self.times.items()},
             **{name: getattr(self, name) for name in figures},
             "device": {
-                form: {"busy_share": self.busy_share(form), "busy_ms": work.busy_ms, "launches": work.launches}
+                form: {
+                    "busy_share": self.busy_share(form),
+                    "busy_ms": work.busy_ms,
+                    "span_ms": work.span_ms,
+                    "launches": work.launches,
+                }
                 for form, work in self.device.items()
             },
             "samples_ms": {form: list(times) for form, times in self.times.items()},
@@ -222,14 +227,16 @@ class StepMeter:
         self._settle()
         return (time.perf_counter() - started) * 1e3
 
-    def _meet(self, value: float = 0.0) -> float:
-        """Wait for all ranks, on the group that a step uses; gives the largest of their values."""
+    def _meet(self, value: float = 0.0, *, on_host: bool = False) -> float:
+        """Wait for all ranks, on the group that a step uses or without a device; gives the largest of their values."""
         mesh = self._engine.mesh
         if mesh.world_size == 1:
             return value
-        mark = torch.full((1,), value, device=mesh.device)
-        work = dist.all_reduce(mark, dist.ReduceOp.MAX, group=mesh.device_group, async_op=True)
-        if mesh.device.type == "cpu" and work is not None:
+        on_host |= mesh.device.type == "cpu"
+        mark = torch.full((1,), value, device="cpu" if on_host else mesh.device)
+        group = mesh.agreement_group if on_host else mesh.device_group
+        work = dist.all_reduce(mark, dist.ReduceOp.MAX, group=group, async_op=True)
+        if on_host and work is not None:
             while not done_within(work, _WAIT_SLICE):
                 self._engine.clock.check()
         elif work is not None:
@@ -274,7 +281,7 @@ class StepMeter:
         found: dict[Form, dict[str, float]] = {}
         for form, run in forms.items():
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                self._meet()  # starting a profiler takes each rank its own time
+                self._meet(on_host=True)  # starting a profiler takes each rank its own time
                 run()
                 self._settle()
             found[form] = device_work(

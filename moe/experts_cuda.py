@@ -50,13 +50,13 @@ class CudaExperts:
 
     def _padded(self, x: Tensor, counts: Tensor, expected: int | None) -> Tensor:
         num_experts, capacity, _ = x.shape
-        tiles = padded_tiles(counts, capacity, _tile(capacity if expected is None else expected))
+        tiles = padded_tiles(counts, capacity, _tile(capacity if expected is None else expected, capacity))
         h = grouped_swiglu(x.flatten(0, 1), None, self._w_gate_up, tiles, num_experts * capacity)
         return grouped_product(h, self._w_down, tiles).view(x.shape)
 
 
-def _tile(rows_per_expert: int) -> int:
+def _tile(rows_per_expert: int, at_most: float = math.inf) -> int:
     """Rows a tile: the smallest that holds nearly every expert's rows, which spread about their mean as random choices
     do. A half empty tile costs as much as a full one, and a second one reads the expert's weights again."""
-    most = rows_per_expert + 2 * math.sqrt(rows_per_expert)
+    most = min(rows_per_expert + 2 * math.sqrt(rows_per_expert), at_most)
     return next((tile for tile in _TILES if tile >= most), _TILES[-1])

@@ -3,7 +3,8 @@
 Its own file because models and transports know nothing of graphs: `make_capturable` puts these stand-ins into a loaded
 model. Outside a capture in segments they are plain calls.
 
-    attention                            lengths vary: its plan is made anew in every replay, its result has a buffer
+    attention                            lengths vary: its plan is made anew in every replay, its result has a buffer;
+                                         what is the same for all lengths is captured (`StoringPlan`)
     a transport that reads the host      launched and waited for between segments; what arrives goes into the workspace,
                                          with filler up to the most that can arrive
     experts that count on the host       the same, for devices without kernels for them
@@ -29,7 +30,7 @@ from dbo.graphs.mode import CUDAGraphMode
 from dbo.work import Work
 from dbo.workspace import Workspace
 from moe.all2all.base import All2All, Dispatched
-from moe.attention.base import AttentionBackend, AttentionPlan
+from moe.attention.base import AttentionBackend, AttentionPlan, StoringPlan
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.experts import Experts
@@ -120,9 +121,8 @@ class _Replanned:
     ) -> Tensor:
         """See `AttentionPlan.attend`."""
         out = qkv.new_empty(qkv.shape[0], self._config.num_heads * self._config.head_dim)
-        plan: Any = self._plan
-        if hasattr(plan, "store"):  # what does not depend on lengths can be captured
-            q, k, v = plan.store(layer, qkv, q_norm, k_norm, angles)
+        if isinstance(self._plan, StoringPlan):
+            q, k, v = self._plan.store(layer, qkv, q_norm, k_norm, angles)
             self._attend_stored(layer, q, k, v, out)
         else:
             self._attend(layer, qkv, q_norm, k_norm, angles, out)
@@ -130,7 +130,7 @@ class _Replanned:
 
     @eager_break_during_capture
     def _attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        out.copy_(cast(Any, self._plan).attend_stored(layer, q, k, v))
+        out.copy_(cast(StoringPlan, self._plan).attend_stored(layer, q, k, v))
 
     @eager_break_during_capture
     def _attend(self, layer: int, qkv: Tensor, q: Any, k: Any, angles: tuple[Tensor, Tensor], out: Tensor) -> None:

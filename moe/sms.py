@@ -6,11 +6,12 @@ Its own file because the settings are torch's and our kernels' own. There are th
                 of the all2all stay free also while it has nothing to do
     green       a stream whose kernels run on a fixed set of SMs, in whole units of 8; nothing else gets in the way
     shared      compute uses all SMs and gives them up soon: the longest of our kernels runs a program a tile instead
-                of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end
+                of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end; a
+                carve-out or green context of fewer SMs within it takes precedence
 
 DeepEP launches clusters of two neighbours, which wait where the free SMs are single ones, so a carve-out of few SMs
-delays it. Measured on H200s (benchmarks/results): shared is the fastest, but for eager steps of 16384 tokens whose
-messages have 8 SMs, where green is 4% faster.
+delays it. Measured on H200s (benchmarks/results): shared is the fastest nearly everywhere; green is by up to 4% where
+16384 tokens are sent by 8 SMs, and no partition at all with 64.
 """
 
 from __future__ import annotations
@@ -115,15 +116,13 @@ Form = Literal["shared", "carve", "green"]
 
 
 def compute_setter(form: Form) -> Setter:
-    """What puts a number of SMs for compute into force; see the table of this file."""
+    """What puts a number of SMs for compute into force, in any form, for partitions of one's own (`SMPartition`)."""
     setters: dict[Form, Setter] = {"shared": share_sms, "carve": set_compute_sms, "green": _green_stream()}
     return setters[form]
 
 
-def make_partition(
-    all2all: All2All, comm_sms: int, device: torch.device, form: Form = "shared"
-) -> AbstractContextManager[object]:
-    """What to enter around a run of ubatches: `comm_sms` for the all2all, the rest for compute; nothing where the
+def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
+    """What to enter around a run of ubatches: `comm_sms` for the all2all, shared with compute; nothing where the
     all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
     """
     if not takes_sms(all2all, device):
@@ -133,6 +132,6 @@ def make_partition(
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=set_comm_sms,
-        set_compute_sms=compute_setter(form),
+        set_compute_sms=share_sms,
         multiple_of=2,
     )

@@ -64,7 +64,7 @@ def schedule_of(lengths: Sequence[tuple[int, int]], rank: int) -> Schedule:
 
 
 def random_prompts(num_tokens: int, rank: int) -> list[tuple[int, int]]:
-    """Prompts of 256 to 2048 tokens, a quarter of that where the step is small, that make up `num_tokens`."""
+    """Prompts of 256 to 2048 tokens, shorter where that is more than half a step, that make up `num_tokens`."""
     longest, rng, found, left = min(2048, max(num_tokens // 2, 4)), np.random.default_rng(rank), [], num_tokens
     while left:
         length = min(left, int(rng.integers(max(longest // 8, 1), longest + 1)))
@@ -116,7 +116,6 @@ class Steps:
         mode = "relaxed" if driver == "threads" else "thread_local"
         self.pool = GraphPool(backend_of(bench), mode=mode)  # type: ignore[arg-type]
         self.step = UBatchStep(self._model, self.runner, interleave=interleave)
-        self.wrapped = CUDAGraphWrapper(self._forward, self.pool)
         ends = np.cumsum(self.schedule.query_lens, dtype=np.int64) - 1
         self.last = torch.from_numpy(ends).to(self.mesh.device) if head else None
         with self.pool.stream():
@@ -346,7 +345,7 @@ def floor(bench: Bench, model: Any, all2all: Any, steps: Steps, num_tokens: int)
 
 
 def read_bandwidth(bench: Bench) -> float:
-    """Bytes a millisecond, of memory larger than the cache: the fastest of a sum and a copy, which writes as well."""
+    """Bytes a millisecond, of memory larger than the cache: the fastest of two reductions and a copy."""
     data = torch.ones(1 << (20 if bench.args.rehearse else 30), dtype=torch.bfloat16, device=bench.mesh.device)
     words, other = data.view(torch.float32), torch.empty_like(data)
     ways = {"sum": (lambda: words.sum(), 1), "rows": (lambda: words.view(-1, 4096).amax(1), 1)}

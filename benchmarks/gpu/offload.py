@@ -262,10 +262,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="of them on the host")
     parser.add_argument("--tokens", type=int, default=4096, help="of a prefill")
     parser.add_argument("--requests", type=int, default=64, help="of a decode")
-    parser.add_argument("--driver", choices=("threads", "greenlet"))
+    parser.add_argument("--driver", choices=("threads", "greenlet"), default="greenlet")
     args = parser.parse_args()
-    # gloo says by an exception that a wait was long, and torch looks at the stack then: not one of a greenlet, please
-    args.driver = args.driver or ("threads" if args.rehearse else "greenlet")
     num_layers = min(args.num_layers, 4) if args.rehearse else args.num_layers
     phases: list[dict[str, Any]] = []
     with Bench.start(args) as bench:

@@ -123,7 +123,7 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
     best = "green" if num_sms < GREEN_BELOW else "shared"
     runs: dict[str, Callable[[], object]] = {
         "whole": on("none", arms.whole),
-        "compute_split": on("carve", recorded["compute_split"]),
+        "compute_split": on(best, recorded["compute_split"]),
         "comm": on("none", recorded["comm"]),
         f"overlap_threads_{best}": on(best, lambda: arms.overlap("threads")),
     }

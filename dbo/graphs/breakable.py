@@ -63,8 +63,9 @@ class BreakableCapture:
     """`with BreakableCapture(backend, pool) as capture: model(x)`, then `capture.replay()` at will.
 
     breaks: False takes no break, so that everything is one graph (FULL). eager: captures nothing, every segment runs as
-    it comes: for finding out whether a wrong result comes from a graph. Raises `DBOError` for a capture inside another
-    one. If the block raises, the graphs are given up and memory goes back to the pool.
+    it comes: for finding out whether a wrong result comes from a graph. on_abort: called when nothing more may be
+    captured into `pool`. Raises `DBOError` for a capture inside another one. If the block raises, the graphs are given
+    up and memory goes back to the pool.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class BreakableCapture:
         mode: ErrorMode = "thread_local",
         breaks: bool = True,
         eager: bool = False,
+        on_abort: Callable[[], object] = lambda: None,
     ) -> None:
         self.parts: list[Segment | EagerPart] = []
         self.takes_breaks = False
         self._backend, self._pool, self._mode = backend, pool, mode
-        self._breaks, self._eager = breaks, eager
+        self._breaks, self._eager, self._on_abort = breaks, eager, on_abort
         self._stream: Any = None
         self._open: Segment | None = None
         self._token: Token[Capture | None] | None = None
@@ -158,6 +160,7 @@ class BreakableCapture:
         if opened is not None:
             with self._backend.on_stream(opened.stream):
                 self._backend.abort(opened.graph, self._pool)
+            self._on_abort()
         for part in self.parts:
             if isinstance(part, Segment):
                 part.graph.reset()

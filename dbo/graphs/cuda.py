@@ -26,7 +26,6 @@ class CudaGraphs:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self._streams = {"compute": self._side, **(streams or {})}
-        self._aborted: list[torch.cuda.CUDAGraph] = []
 
     def new_pool(self) -> _Pool:
         """See `GraphBackend.new_pool`."""
@@ -65,7 +64,7 @@ class CudaGraphs:
                 torch._C._cuda_endAllocateToPool(index, pool.handle)
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(index, pool.handle)
-            self._aborted.append(graph)
+            _ABORTED.append(graph)
             pool.anchor.reset()
             self._tiny_graph(torch.cuda.graph_pool_handle())
         graph.reset()
@@ -139,6 +138,9 @@ class _Pool:
     handle: Any
     anchor: torch.cuda.CUDAGraph
 
+
+_ABORTED: list[torch.cuda.CUDAGraph] = []
+"""For as long as the process: see `CudaGraphs.abort`."""
 
 _WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 

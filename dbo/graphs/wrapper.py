@@ -83,24 +83,26 @@ class GraphPool:
 
     def capture(self, *, breaks: bool, eager: bool = False) -> BreakableCapture:
         """A new capture into the pool."""
-        if self._pool is None:
+        if self._pool is None and not eager:
             self._pool = self.backend.new_pool()
-        return BreakableCapture(self.backend, self._pool, mode=self.mode, breaks=breaks, eager=eager)
+        return BreakableCapture(
+            self.backend, self._pool, mode=self.mode, breaks=breaks, eager=eager, on_abort=self._renew
+        )
 
     def register(self, wrapper: CUDAGraphWrapper[Any]) -> None:
         """Have `clear_all_graphs` reach `wrapper`."""
         self._wrappers.add(wrapper)
 
-    def renew(self) -> None:
-        """Have the next capture begin another pool; this one goes with its last graph."""
-        self._pool = None
-
     def clear_all_graphs(self) -> None:
         """Give up every graph of every wrapper; memory goes back to the device."""
         for wrapper in list(self._wrappers):
             wrapper.clear_graphs()
-        self.renew()
+        self._renew()
         self.backend.collect()
+
+    def _renew(self) -> None:
+        """Have the next capture begin another pool; this one goes with its last graph."""
+        self._pool = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,6 @@ class CUDAGraphWrapper(Generic[T]):
                 output = map_tensors(self._fn(*args, **kwargs), backend.weak_ref)
         except Exception as error:
             explained = _explained(step, error, backend)
-            self._graphs.renew()
             backend.collect()
             raise explained from error
         num_bytes, seconds = max(0, backend.reserved_bytes() - before), time.perf_counter() - started

@@ -6,7 +6,8 @@ a model. A plan belongs to one (u)batch: it is made by that ubatch's forward and
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +29,19 @@ class AttentionPlan(Protocol):
         keys and values, and lets every query see the keys of its request up to itself; zeros in rows of padding. Does
         not block the host on a device.
         """
+
+
+@runtime_checkable
+class StoringPlan(AttentionPlan, Protocol):
+    """One whose first part is the same work for batches of any lengths, so that it can be captured in every graph."""
+
+    def store(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> Sequence[Tensor]:
+        """Norms, angles, and the keys and values into the cache. Gives the query, key and value heads, in `qkv`."""
+
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The rest of `attend`, on what `store` gave."""
 
 
 class AttentionBackend(Protocol):

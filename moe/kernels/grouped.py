@@ -6,8 +6,8 @@ product gathers its rows through an index (no permuted copy of the tokens is wri
 stores (the gate and up halves never reach memory). Invariant: a row's result depends on that row and its expert alone,
 whatever the batch, so split and whole agree.
 
-The grid is persistent, sized by the multiprocessors that compute may use, so a partition holds for these kernels too;
-where multiprocessors are shared (`moe/sms.py`) the first product, the longer one, runs a program a tile.
+The grid is persistent, sized by the multiprocessors that compute may use, so a carve-out holds for these kernels
+too; where multiprocessors are shared (`moe/sms.py`) the first product, the longer one, runs a program a tile on all.
 Tile shapes and what to load how were chosen by measurement on an H200 (benchmarks/gpu/): weights and plain rows through
 the tensor memory accelerator, gathered rows by pointer; flattening the two loops helps where the depth is short.
 """
@@ -105,11 +105,12 @@ def _launch(x: Tensor, source: Tensor | None, weight: GroupedWeight, tiles: Tile
         block_n, block_k, num_warps, num_stages, per_sm = (128, 64, 8, 4, 1) if gated else (256, 64, 8, 3, 1)
     else:
         block_n, block_k, num_warps, num_stages, per_sm = 64, 128, 4, 2 if gated and tiles.block == 64 else 3, 2
-    most, shared = max(1, tiles.spans.shape[0] * ceil_div(width, block_n)), shared_sms()
-    if shared is not None and gated and tiles.block >= 128:
+    most, num_sms, shared = max(1, tiles.spans.shape[0] * ceil_div(width, block_n)), compute_sms(x.device), shared_sms()
+    sharing = shared is not None and shared <= num_sms  # not where something narrower is in force
+    if sharing and gated and tiles.block >= 128:
         grid = most
     else:
-        grid = min(per_sm * (shared or compute_sms(x.device)), most)
+        grid = min(per_sm * (shared if sharing and shared else num_sms), most)
     _grouped(
         (grid, 1, 1),
         TensorDescriptor.from_tensor(x, [tiles.block, block_k]) if source is None else x,

@@ -129,7 +129,7 @@ def test_ubatches_too_far_apart_for_their_slots(runner: UBatchRunner) -> None:
 
     first, third = offloader.using(0, stays), offloader.using(2, stays)
     offloader.sync_prev_onload()
-    with pytest.raises(DBOError, match=r"offloaded layer 2 is needed where layer 0 is still in use"):
+    with pytest.raises(DBOError, match=r"offloaded layer 2 is needed in slot 0, where another one is still in use"):
         runner.run(lambda k: (first, third)[k](k), [0, 1])
 
 

@@ -14,7 +14,7 @@ from dbo.context import current_ubatch_id
 from dbo.errors import ConfigError, PeerFailed
 from dbo.runner import UBatchRunner
 from dbo.work import Comm, Finish
-from tests.dbo.toy import CPU, GREENLET, both_drivers, without_greenlet
+from tests.dbo.toy import CPU, GREENLET, both_drivers
 
 
 def logged(comm: Comm, log: list[str], value: int, label: str = "x") -> Any:
@@ -141,24 +141,6 @@ def test_a_failed_peer_ends_the_wait(driver: Any) -> None:
     with pytest.raises(PeerFailed, match="rank 3 on host failed: out of memory"):
         wait()
     assert time.monotonic() - start < 1
-
-
-@without_greenlet
-def test_no_wait_throws_in_a_greenlet() -> None:
-    """A wait that runs out of time throws in C++, which walks up a stack that is not whole there."""
-
-    class Late(StuckWork):
-        def __init__(self) -> None:
-            self.done_at = time.monotonic() + 0.2
-
-        def is_completed(self) -> bool:
-            return time.monotonic() > self.done_at
-
-        def wait(self, limit: timedelta | None = None) -> None:
-            assert self.is_completed(), "it throws"
-
-    with UBatchRunner(2, device=CPU, driver="greenlet") as runner:
-        runner.run(Comm(CPU).wait_host, [Late(), Late()])  # type: ignore[list-item]
 
 
 def test_a_failed_collective_raises_what_happened() -> None:

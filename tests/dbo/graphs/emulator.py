@@ -59,6 +59,7 @@ class Emulator:
         self.calls: list[str] = []
         self.graphs: list[EmulatedGraph] = []
         self.bytes_per_graph = 0
+        self._dead_pools: list[object] = []  # of aborted captures
         self._threads = threading.local()
 
     # --- the seam
@@ -69,6 +70,7 @@ class Emulator:
 
     def begin(self, pool: object, mode: ErrorMode) -> EmulatedGraph:
         assert self.open is None, "two captures at once"
+        assert not any(pool is dead for dead in self._dead_pools), "a capture into the pool of an aborted one"
         self.calls.append("begin")
         self.open = EmulatedGraph(self)
         self.graphs.append(self.open)
@@ -84,6 +86,7 @@ class Emulator:
 
     def abort(self, graph: EmulatedGraph, pool: object) -> None:
         self.calls.append("abort")
+        self._dead_pools.append(pool)
         self.open = None
         graph.reset()
 

@@ -156,6 +156,26 @@ def test_clearing(emulator: Emulator) -> None:
     assert emulator.calls.count("new_pool") == 2
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_nothing_is_captured_into_the_pool_of_an_aborted_capture(
+    emulator: Emulator, error: type[BaseException]
+) -> None:
+    broken = [True]
+
+    def breaks(x: Tensor) -> Tensor:
+        if broken:
+            raise error
+        return x * 2
+
+    wrapped, x = CUDAGraphWrapper(breaks, GraphPool(emulator)), torch.ones(4)
+    with set_cudagraph_capturing_enabled(), step_context(Mode.FULL, FOUR):
+        with pytest.raises((CaptureError, KeyboardInterrupt)):
+            wrapped(x)
+        broken.clear()
+        assert torch.equal(wrapped(x), x * 2)
+    assert emulator.calls.count("new_pool") == 2
+
+
 def test_a_failed_capture_leaves_nothing_and_says_where(emulator: Emulator) -> None:
     def read(x: Tensor) -> Tensor:
         return x * x.max().item()

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe.experts_cuda import _tile
 from moe.kernels.grouped import GroupedWeight, grouped_product, grouped_swiglu
 from moe.kernels.permute import make_permutation, padded_tiles
 from moe.kernels.weighted_sum import weighted_sum
@@ -87,3 +88,20 @@ def test_a_row_does_not_depend_on_its_neighbours(device, dtype):
 def test_weighted_sum_of_no_rows(device, dtype):
     empty = torch.empty(0, 2, device=device)
     assert weighted_sum(torch.empty(0, 64, device=device, dtype=dtype), empty.int(), empty).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("expected", "at_most", "tile"),
+    [
+        (0, 512, 16),
+        (8, 512, 16),
+        (16, 512, 32),
+        (32, 512, 64),
+        (50, 512, 128),
+        (1000, 10_000, 128),
+        (64, 64, 64),
+        (16, 16, 16),
+    ],
+)
+def test_a_tile_holds_nearly_every_experts_rows(expected, at_most, tile):
+    assert _tile(expected, at_most) == tile
