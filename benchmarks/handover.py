@@ -35,7 +35,7 @@ from dbo.context import yield_turn
 from dbo.runner import UBatchRunner
 
 HAND_OVERS = 100  # of each side, in one sample
-STEPS = 10
+STEPS = 40  # in one sample, about as long as one of hand-overs
 BOUNDS = {"threads_ratio": 1.1, "greenlet_ratio": 0.1, "threads_step_us": 90.0, "greenlet_step_us": 15.0}
 
 
