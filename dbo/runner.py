@@ -186,17 +186,9 @@ class UBatchRunner:
 
             def body(k: int) -> int | None:
                 try:
-                    if step.error is not None:
-                        pass
-                    elif foreign and not state.exact():
-                        with state.applied():
+                    if step.error is None:
+                        with state.applied() if foreign and not state.exact() else state:
                             results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k], capturing)
-                    else:
-                        try:
-                            results[k] = variables[k].run(_run_ubatch, contexts[k], fn, items[k], capturing)
-                        finally:
-                            if not state.in_force():
-                                state.restore()
                 except BaseException as error:
                     step.fail(error, f"rank {self._rank}, {contexts[k].position}")
                 return step.leave(k)

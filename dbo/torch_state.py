@@ -111,17 +111,13 @@ class TorchState:
         """For a thread that is in this state: whatever happens in the block, it is in this state afterwards."""
 
     def __exit__(self, *_: object) -> None:
-        if not self.in_force():
-            self.restore()
-
-    def restore(self) -> None:
-        """Put the thread back into this state: model code set something outright, or failed on the comm stream."""
-        torch.set_grad_enabled(self.grad)
-        _set_autocast(self.autocast)
-        _set_modes(self.modes)
-        if self.stream is not None:
-            torch.cuda.set_device(self.device_index)
-            torch.cuda.set_stream(self.stream)
+        if not self.in_force():  # model code set something outright, or failed on the comm stream
+            torch.set_grad_enabled(self.grad)
+            _set_autocast(self.autocast)
+            _set_modes(self.modes)
+            if self.stream is not None:
+                torch.cuda.set_device(self.device_index)
+                torch.cuda.set_stream(self.stream)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

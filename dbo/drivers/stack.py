@@ -11,7 +11,7 @@ import ctypes
 import platform
 from collections.abc import Callable
 
-_STACK_POINTER = {"x86_64": 6, "AMD64": 6, "aarch64": 13}
+_STACK_POINTER = {"x86_64": 6, "aarch64": 13}
 """Which word of the buffer, by machine."""
 
 Mark = Callable[[], int | None]

@@ -105,12 +105,10 @@ def _launch(x: Tensor, source: Tensor | None, weight: GroupedWeight, tiles: Tile
         block_n, block_k, num_warps, num_stages, per_sm = (128, 64, 8, 4, 1) if gated else (256, 64, 8, 3, 1)
     else:
         block_n, block_k, num_warps, num_stages, per_sm = 64, 128, 4, 2 if gated and tiles.block == 64 else 3, 2
-    most, num_sms, shared = max(1, tiles.spans.shape[0] * ceil_div(width, block_n)), compute_sms(x.device), shared_sms()
-    sharing = shared is not None and shared <= num_sms  # not where something narrower is in force
-    if sharing and gated and tiles.block >= 128:
-        grid = most
-    else:
-        grid = min(per_sm * (shared if sharing and shared else num_sms), most)
+    most, shared = max(1, tiles.spans.shape[0] * ceil_div(width, block_n)), shared_sms()
+    num_sms = compute_sms(x.device) if shared is None else min(compute_sms(x.device), shared)
+    sharing = num_sms == shared  # nothing narrower is in force
+    grid = most if sharing and gated and tiles.block >= 128 else min(per_sm * num_sms, most)
     _grouped(
         (grid, 1, 1),
         TensorDescriptor.from_tensor(x, [tiles.block, block_k]) if source is None else x,
