@@ -19,6 +19,7 @@ from launch.graphs import Graphs
 from launch.mesh import Mesh
 from launch.session import load_engine, resolve
 from moe.all2all.base import Dispatched
+from moe.attention.base import AttentionBackend
 from moe.attention.rotary import rotate
 from moe.attention.torch_sdpa import TorchAttention
 from moe.batch import ForwardBatch
@@ -68,12 +69,15 @@ def run_graphs(
     sizes: Sequence[int] = (1, 4, 9, 16, 32),
     options: Mapping[str, Any] | None = None,
     capturable: bool = False,
+    attention: AttentionBackend | None = None,
 ) -> tuple[Report, GraphReport]:
     """The same requests eagerly and from graphs."""
     chosen = EngineOptions(model=directory, **{**OPTIONS, **(options or {})})
     engine = load_engine(chosen, resolve(chosen, read_config(directory)), mesh, model=Path(directory))
     emulator = Emulator()
     watch(engine.model, emulator)
+    if attention is not None:
+        engine.model.attention = attention
     if mode.startswith("full") and capturable:
         make_capturable_on_cpu(engine.model)
     eager = run_arm(engine, prompts, {**BASE, **arm})
@@ -95,6 +99,25 @@ def on_ranks(ctx: Any, directory: str, prompts_by_rank: Sequence[Prompts], *args
 
 
 # ----------------------------------------------------------------------- what a CPU lacks: parts that can be captured
+
+
+class StoringAttention(TorchAttention):
+    """A `StoringPlan`: what `CudaAttention` is on a GPU."""
+
+    def store(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> Sequence[Tensor]:
+        heads = qkv.unflatten(-1, (-1, self._head_dim))
+        sizes = [heads.shape[1] - 2 * self._num_kv_heads, self._num_kv_heads, self._num_kv_heads]
+        q, k, v = heads.split_with_sizes(sizes, 1)
+        for part, weight in ((q, q_norm), (k, k_norm)):
+            part.copy_(rotate(part if weight is None else self._norm(part, weight), angles))
+        return q, k, v
+
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._attend(layer, q, k, v, out)
+        return out.flatten(1)
 
 
 class DecodeOnDevice:

@@ -25,11 +25,12 @@ from launch.mesh import Mesh
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Limits, Request, Schedule
 from launch.session import load_engine, resolve, start_graphs
+from moe.attention.base import StoringPlan
 from moe.attention.cuda import CudaAttention
 from moe.config import named_shape, read_config
 from moe.kv_cache import KVCache
 from tests.launch.engine_cases import OPTIONS
-from tests.launch.graph_cases import GraphReport, on_ranks, run_graphs
+from tests.launch.graph_cases import GraphReport, StoringAttention, on_ranks, run_graphs
 from tests.launch.test_engine import spread
 
 TINY = named_shape("tiny")
@@ -57,6 +58,20 @@ def test_one_rank(tiny_models, arm: str) -> None:
     model = tiny_models("qwen3_moe")
     with Mesh.start(device="cpu", environment={}) as mesh:
         eager, found = run_graphs(mesh, model.directory, list(enumerate(model.prompts)), ARMS[arm])
+    check_graphs(found, ARMS[arm])
+    assert found.report.answers == eager.answers
+    assert [found.report.answers[i] for i in range(len(model.answers))] == model.answers
+
+
+@pytest.mark.parametrize("arm", ["off", "on, greenlets"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_what_attention_stores_is_captured_and_what_it_sees_is_not(tiny_models, family: str, arm: str) -> None:
+    """Known fault 35 for a plan of two parts: replays have other lengths than the capture."""
+    assert issubclass(CudaAttention, StoringPlan)
+    model = tiny_models(family)
+    prompts = list(enumerate(model.prompts))
+    with Mesh.start(device="cpu", environment={}) as mesh:
+        eager, found = run_graphs(mesh, model.directory, prompts, ARMS[arm], attention=StoringAttention)
     check_graphs(found, ARMS[arm])
     assert found.report.answers == eager.answers
     assert [found.report.answers[i] for i in range(len(model.answers))] == model.answers
