@@ -78,7 +78,15 @@ def test_the_second_sigint_ends_the_process():
     assert "rank 1: interrupted, finishing" in err
 
 
-def test_the_first_sigint_only_asks(capfd):
+@pytest.fixture
+def interruptible():
+    """Python's own answer to SIGINT, which a job that a shell started in the background is born without."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+def test_the_first_sigint_only_asks(capfd, interruptible):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
     signals = Signals("rank 0")
