@@ -80,6 +80,7 @@ from launch.session import (
 
 PARTS_SHARE = 0.35  # of the time
 LEAST_ROUNDS = 3
+FIRST_TIME = 3.0  # times as long as the size before: more than its tokens explain
 SPLIT_ROUNDS = 3  # the arm that decides nothing
 DECODE_STEPS = 4  # of each arm in one measurement
 UNEVEN = 0.6  # tokens of the other ranks over rank 0's, to measure skew
@@ -241,7 +242,7 @@ class Calibration:
             sm_tax=dict.fromkeys(PHASES, 0.0),
             dispatch_bytes=per_copy[0],
             combine_bytes=per_copy[1],
-            copies=COPIES.get(self.engine.all2all.name, dict.fromkeys(PHASES, "rank")),
+            copies=self._copies(),
         )
         shape = Shape.of(setup_of(self.engine, self.dbo).model)
         return Profile(
@@ -331,19 +332,21 @@ class Calibration:
 
     def _sizes(self) -> dict[Size, float]:
         """Every size once in every arm; gives the seconds of each. Larger ones are left out where time is short."""
-        left_s = self._share(self.options.budget - self._elapsed_s())
         kept: dict[Size, float] = {}
         sizes = sorted(
             (Size(phase, n) for phase in PHASES for n in self.grids[phase]), key=lambda s: (self._rank_of(s), s.phase)
         )
+        last_s = 0.0
         for size in sizes:
-            began = time.monotonic()
-            self._measure(size, count=False)
-            took_s = self._share(time.monotonic() - began)
+            took_s = self._seconds_of(size)
+            if took_s > FIRST_TIME * last_s:  # the next size takes twice as long: kernels were compiled, plans made
+                took_s = min(took_s, self._seconds_of(size))
+            last_s = took_s
             self._progress()
             asked = self._texts[size.phase] != "auto"
             first = asked or size.phase not in {other.phase for other in kept}
             needed_s = sum(kept.values()) + took_s
+            left_s = self._share(self.options.budget - self._elapsed_s())
             if not first and needed_s * (LEAST_ROUNDS + 1) > left_s:
                 continue
             kept[size] = took_s
@@ -359,6 +362,12 @@ class Calibration:
                 )
             self.grids[phase] = sizes_kept
         return kept
+
+    def _seconds_of(self, size: Size) -> float:
+        """Measure it, for the time alone. Collective."""
+        began = time.monotonic()
+        self._measure(size, count=False)
+        return self._share(time.monotonic() - began)
 
     @staticmethod
     def _rank_of(size: Size) -> float:
@@ -399,7 +408,7 @@ class Calibration:
 
     def _measure(self, size: Size, *, count: bool = True, split: bool = False, sms: Sequence[int] = ()) -> None:
         """Both arms side by side, at every number of SMs, in random order."""
-        for num_sms in self._shuffled(list(sms or self.choices)):
+        for num_sms in self._shuffled(list(sms or self._choices_of(size.phase))):
             dbo = replace(self.dbo, comm_sms=num_sms)
             pair: list[Arm] = ["whole", "overlap"]
             if size.phase == "decode":
@@ -413,6 +422,13 @@ class Calibration:
         if split and size.phase == "prefill":
             one_by_one = replace(self.dbo, interleave=False)
             self._note(size, "split", self.choices[0], self._prefill(size, one_by_one, "split"), count)
+
+    def _choices_of(self, phase: Phase) -> tuple[int, ...]:
+        """Numbers of SMs that matter there: the low-latency kernels do not ask for one."""
+        return self.choices[:1] if self._copies()[phase] == "expert" else self.choices
+
+    def _copies(self) -> Mapping[Phase, Copies]:
+        return COPIES.get(self.engine.all2all.name, dict.fromkeys(PHASES, "rank"))
 
     def _note(self, size: Size, arm: Arm, num_sms: int, ms: float, count: bool) -> None:
         if count:
@@ -480,14 +496,21 @@ class Calibration:
         """The number of SMs with the least overlap time, each size counting alike."""
         logs: dict[int, float] = dict.fromkeys(self.choices, 0.0)
         for (size, arm, num_sms), each in times.items():
-            if arm == "overlap" and not size.uneven:
+            if arm == "overlap" and not size.uneven and self._choices_of(size.phase) == self.choices:
                 logs[num_sms] += float(np.log(np.median(each)))
         return min(logs, key=lambda n: logs[n])
 
     def _by_sms(self, times: Mapping[Key, list[float]]) -> dict[str, dict[Phase, Series]]:
         if len(self.choices) == 1:
             return {}
-        return {str(n): {phase: self._arm(phase, "overlap", times, [n]) for phase in PHASES} for n in self.choices}
+        return {
+            str(n): {phase: self._arm(phase, "overlap", times, self._sms_for(phase, n)) for phase in PHASES}
+            for n in self.choices
+        }
+
+    def _sms_for(self, phase: Phase, num_sms: int) -> tuple[int, ...]:
+        """The number under which a phase was measured that is to run with `num_sms`."""
+        return (num_sms,) if num_sms in self._choices_of(phase) else self.choices[:1]
 
     def _arm(self, phase: Phase, arm: Arm, times: Mapping[Key, list[float]], sms: Sequence[int]) -> Series:
         found: dict[int, Cost] = {}
@@ -501,7 +524,7 @@ class Calibration:
         self, phase: Phase, times: Mapping[Key, list[float]], best: int, uneven: Mapping[Phase, Size]
     ) -> PhaseSteps:
         whole = self._arm(phase, "whole", times, self.choices)  # whole does not depend on the SMs of overlap
-        overlap = self._arm(phase, "overlap", times, [best])
+        overlap = self._arm(phase, "overlap", times, self._sms_for(phase, best))
         split = self._arm(phase, "split", times, self.choices[:1]) if phase == "prefill" else None
         skews = {"whole": 1.0, "overlap": 1.0}
         if (size := uneven.get(phase)) is not None:

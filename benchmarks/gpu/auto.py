@@ -47,7 +47,7 @@ def calibrate(num_ranks: int, model: list[str], budget: float, file: Path, *argv
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=45.0, help="seconds of each calibration")
+    parser.add_argument("--budget", type=float, default=75.0, help="seconds of each calibration")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()

@@ -109,7 +109,7 @@ PARTS = (
     ),
     Part(name="demo", call=3, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
     Part(name="soak", call=3, seconds=200, module="benchmarks.gpu.soak", arguments="--seconds 180"),
-    Part(name="auto", call=4, seconds=140, module="benchmarks.gpu.auto", arguments="--ranks {ranks}", ranks=0),
+    Part(name="auto", call=4, seconds=190, module="benchmarks.gpu.auto", arguments="--ranks {ranks}", ranks=0),
     Part(
         name="conformance", call=4, seconds=220, module=CONFORMANCE,
         arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 15",

@@ -13,7 +13,17 @@ from dbo.errors import ConfigError
 from dbo.policy import PROBE_OVERLAP, PROBE_WHOLE
 from launch import cli
 from launch.__main__ import main
-from launch.calibrate import Script, comm_sms_choices, grid, halved, local_experts, outside_in, spread_sizes
+from launch.calibrate import (
+    LEAST_ROUNDS,
+    Calibration,
+    Script,
+    comm_sms_choices,
+    grid,
+    halved,
+    local_experts,
+    outside_in,
+    spread_sizes,
+)
 from launch.config import CalibrateOptions
 from launch.parts import AttentionBench, ExpertBench, phase_lens, prefill_lens
 from launch.profile import read_profile
@@ -163,3 +173,37 @@ def test_numbers_of_sms_to_try():
     for wrong in ("7", "0", "x", ""):
         with pytest.raises(ConfigError, match="--comm-sms"):
             choices(wrong)
+
+
+class Simulated(Calibration):
+    """One whose measurements take a made-up time: `warm(n)` seconds, and `first` more when a size is new."""
+
+    def __init__(self, monkeypatch, budget, warm, first):
+        self.grids = {"prefill": tuple(2**i for i in range(5, 15)), "decode": tuple(2**i for i in range(1, 9))}
+        self.options, self.mesh = options(budget=budget), SimpleNamespace(world_size=1, rank=0)
+        self._texts, self.notes = {"prefill": "auto", "decode": "auto"}, []
+        self._warm, self._first, self._seen, self._now, self._started_s = warm, first, set(), 0.0, 0.0
+        monkeypatch.setattr("launch.calibrate.time", SimpleNamespace(monotonic=lambda: self._now))
+
+    def _measure(self, size, *, count=True, split=False, sms=()):
+        self._now += self._warm(size.num_tokens) + (0 if size in self._seen else self._first)
+        self._seen.add(size)
+
+    def _progress(self):
+        pass
+
+
+def test_what_is_slow_the_first_time_only_costs_no_sizes(monkeypatch):
+    made = Simulated(monkeypatch, budget=80, warm=lambda n: 0.1 + n * 2e-5, first=1.5)
+    estimates = made._sizes()
+    assert not made.notes
+    assert len(estimates) == 18
+    assert made._now + (LEAST_ROUNDS + 1) * sum(estimates.values()) < 80
+
+
+def test_sizes_that_do_not_fit_are_not_run(monkeypatch):
+    made = Simulated(monkeypatch, budget=40, warm=lambda n: n * 0.01, first=0.0)
+    estimates = made._sizes()
+    assert any("prefill: measured up to" in note for note in made.notes)
+    assert made._now + LEAST_ROUNDS * sum(estimates.values()) < 40
+    assert {size.phase for size in estimates} == {"prefill", "decode"}
