@@ -130,7 +130,7 @@ class _Replanned:
 
     @eager_break_during_capture
     def _attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        out.copy_(cast(StoringPlan, self._plan).attend_stored(layer, q, k, v))
+        cast(StoringPlan, self._plan).attend_stored(layer, q, k, v, out)
 
     @eager_break_during_capture
     def _attend(self, layer: int, qkv: Tensor, q: Any, k: Any, angles: tuple[Tensor, Tensor], out: Tensor) -> None:

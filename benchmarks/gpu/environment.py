@@ -13,7 +13,7 @@ import subprocess
 import torch
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "PYTORCH_CUDA_ALLOC_CONF")
-PACKAGES = ("triton", "tokenspeed-deepep", "greenlet", "numpy")
+PACKAGES = ("triton", "tokenspeed-deepep", "nvidia-cudnn-frontend", "greenlet", "numpy")
 
 
 def describe() -> list[str]:

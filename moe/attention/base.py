@@ -40,8 +40,8 @@ class StoringPlan(AttentionPlan, Protocol):
     ) -> Sequence[Tensor]:
         """Norms, angles, and the keys and values into the cache. Gives the query, key and value heads, in `qkv`."""
 
-    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The rest of `attend`, on what `store` gave."""
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+        """The rest of `attend`, on what `store` gave; in `out`, contiguous, if that is given."""
 
 
 class AttentionBackend(Protocol):

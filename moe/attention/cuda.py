@@ -6,7 +6,8 @@ lengths that it already has:
     decodes (one new token each)         the paged kernel over block tables, lengths read on the device
     whole prompts of one length          cuDNN, as a dense batch: nearly twice as fast as the next; its plans are made
                                          per shape and thread, so only lengths that are multiples of 128 go there
-    whole prompts of several lengths     torch's variable-length flash attention on the packed rows
+    whole prompts of several lengths     cuDNN on the packed rows where its package is installed, else torch's
+                                         variable-length flash attention, which takes twice as long
     the rest (continued prompts)         the same, over keys gathered from the cache
 
 where prompts that lie side by side and take the same way share a call (`segments.py`).
@@ -30,11 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo.slices import IntArray
+from moe.attention import cudnn_packed
+from moe.attention.cudnn_packed import PackedPrompts
 from moe.attention.segments import Segment, plan_segments
 from moe.batch import FixedInputs, ForwardBatch
 from moe.config import ModelConfig
+from moe.kernels.key_slots import key_slots
 from moe.kernels.paged_decode import paged_decode
 from moe.kernels.rope import rotate_and_cache
+from moe.kernels.sizes import power_of_2
 from moe.kv_cache import KVCache
 from moe.sms import compute_sms
 
@@ -49,10 +54,7 @@ class _Prompts:
     rows: slice  # of the batch
     length: int | None  # of each prompt, where they are a dense batch
     slots: Tensor | None  # [keys] of the cache; None = the keys are those of `rows`
-    query_ends: Tensor  # [prompts + 1] int32, from 0; these two are empty for a dense batch
-    key_ends: Tensor
-    longest_query: int
-    longest_keys: int
+    packed: PackedPrompts | None  # None for a dense batch
 
 
 class CudaAttention:
@@ -63,6 +65,9 @@ class CudaAttention:
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
         self._config, self._batch, self._kv = config, batch, kv
         self._num_rows = batch.num_tokens
+        self._cudnn = config.sliding_window is None and cudnn_packed.takes(
+            batch.input_ids.device, kv.dtype, config.head_dim
+        )
         if batch.fixed is not None:
             self._plan_fixed(batch.fixed)
             return
@@ -107,22 +112,29 @@ class CudaAttention:
         parts: Sequence[Tensor] = heads.split_with_sizes(sizes, 1)  # `split` is slow Python
         return parts
 
-    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The other part: every query sees its keys. [T, num_heads * head_dim]."""
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+        """The other part: every query sees its keys. [T, num_heads * head_dim], in `out` if given."""
         total, end, start = q.shape[0], self._num_rows, self._num_decodes
-        keys, values = self._kv.layer(layer)
-        parts = []
+        if out is None and total and start == total:
+            return self._decode(layer, q).flatten(1)
+        if out is None and len(self._prompts) == 1 and self._prompts[0].rows == slice(0, total):
+            return self._prefill(layer, self._prompts[0], q, k, v, None).flatten(1)
+        if out is None:
+            out = torch.empty(total, q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        into = out.view(q.shape)
         if start:
-            parts.append(self._decode(q[:start], keys, values))
+            into[:start] = self._decode(layer, q[:start])
         for p in self._prompts:
-            alone = p.rows.start == 0 and p.rows.stop == total  # a slice costs the host as much as a launch
-            mine = (q, k, v) if alone else (q[p.rows], k[p.rows], v[p.rows])
-            parts.append(self._prefill(p, *(mine if p.slots is None else (mine[0], keys[p.slots], values[p.slots]))))
-        if end < total or not parts:
-            parts.append(q.new_zeros(total - end, *q.shape[1:]))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+            if p.rows == slice(0, total):  # a slice costs the host as much as a launch
+                self._prefill(layer, p, q, k, v, into)
+            else:
+                self._prefill(layer, p, q[p.rows], k[p.rows], v[p.rows], into[p.rows])
+        if end < total:
+            into[end:] = 0
+        return out
 
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _decode(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self._kv.layer(layer)
         block_shape = (-1, self._kv.block_size)
         return paged_decode(
             q,
@@ -134,14 +146,22 @@ class CudaAttention:
             num_splits=self._num_splits,
         )
 
-    def _prefill(self, prompts: _Prompts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [rows, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim] -> like q."""
-        if prompts.length is not None:
+    def _prefill(self, layer: int, prompts: _Prompts, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor:
+        """q, and out if given, [rows, num_heads, head_dim], k and v [rows, num_kv_heads, head_dim] -> like q."""
+        if prompts.slots is not None:
+            keys, values = self._kv.layer(layer)
+            k, v = keys[prompts.slots], values[prompts.slots]
+        if prompts.packed is None:
+            assert prompts.length is not None
             q, k, v = (t.view(-1, prompts.length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).flatten(0, 1)
-        longest = prompts.longest_query, prompts.longest_keys
-        return _flash(q, k, v, prompts.query_ends, prompts.key_ends, *longest, self._config.sliding_window)
+            dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            result: Tensor = dense.transpose(1, 2).flatten(0, 1)
+        elif self._cudnn and max(q.shape[0] * q.stride(0), k.shape[0] * k.stride(0)) < cudnn_packed.MAX_ELEMENTS:
+            result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+            cudnn_packed.attend_packed(q, k, v, prompts.packed, result)
+        else:
+            result = _flash(q, k, v, prompts.packed, self._config.sliding_window)
+        return result if out is None or result is out else out.copy_(result)
 
     def _plan_fixed(self, fixed: FixedInputs) -> None:
         self._num_rows = self._batch.input_ids.shape[0]
@@ -155,43 +175,36 @@ class CudaAttention:
                 rows=slice(0, self._num_rows),
                 length=None,
                 slots=self._packed_slots(fixed.key_ends, fixed.max_num_keys, 0),
-                query_ends=fixed.query_ends,
-                key_ends=fixed.key_ends,
-                longest_query=min(self._num_rows, fixed.max_seq_len),
-                longest_keys=min(fixed.max_num_keys, fixed.max_seq_len),
+                packed=PackedPrompts(
+                    query_ends=fixed.query_ends,
+                    key_ends=fixed.key_ends,
+                    longest_query=min(self._num_rows, fixed.max_seq_len),
+                    longest_keys=min(fixed.max_num_keys, fixed.max_seq_len),
+                    fresh=False,  # nobody knows yet
+                ),
             )
         )
 
     def _plan_prompts(self, s: Segment, query_lens: IntArray, seq_lens: IntArray, ends: Iterator[Tensor]) -> _Prompts:
         first_row = self._num_decodes + int(query_lens[: s.first].sum())
         lens, seen = query_lens[s.first : s.last], seq_lens[s.first : s.last]
-        nothing = self._seq_lens[:0]
-        query_ends, key_ends = (next(ends), next(ends)) if s.length is None else (nothing, nothing)
-        return _Prompts(
-            rows=slice(first_row, first_row + int(lens.sum())),
-            length=s.length,
-            slots=None if s.fresh else self._packed_slots(key_ends, int(seen.sum()), self._num_decodes + s.first),
-            query_ends=query_ends,
-            key_ends=key_ends,
-            longest_query=int(lens.max()),
-            longest_keys=int(seen.max()),
-        )
+        packed = slots = None
+        if s.length is None:
+            packed = PackedPrompts(
+                query_ends=next(ends),
+                key_ends=next(ends),
+                longest_query=int(lens.max()),
+                longest_keys=int(seen.max()),
+                fresh=s.fresh,
+            )
+            if not s.fresh:
+                slots = self._packed_slots(packed.key_ends, int(seen.sum()), self._num_decodes + s.first)
+        rows = slice(first_row, first_row + int(lens.sum()))
+        return _Prompts(rows=rows, length=s.length, slots=slots, packed=packed)
 
     def _packed_slots(self, key_ends: Tensor, num_keys: int, first: int) -> Tensor:
-        """Cache slots of all keys of the requests from `first` on, one request after another: [num_keys] int64; any
-        slot beyond the last key."""
-        size, tables = self._kv.block_size, self._batch.block_tables
-        key = torch.arange(num_keys, dtype=torch.int32, device=key_ends.device)
-        request = torch.searchsorted(key_ends[1:], key, right=True)
-        if self._batch.fixed is not None:  # there may be fewer keys than that
-            request.clamp_(max=len(key_ends) - 2)
-        position = key - key_ends[request]
-        column = position // size
-        if self._batch.fixed is not None:
-            column.clamp_(max=tables.shape[1] - 1)
-        block = tables[request + first, column].long()
-        slots: Tensor = block * size + position % size
-        return slots
+        """Cache slots of all keys of the requests from `first` on: [num_keys] int64."""
+        return key_slots(key_ends, self._batch.block_tables, first, num_keys, self._kv.block_size)
 
     def _choose_splits(self, longest: int, device: torch.device) -> int:
         """Programs a request's keys are split over: enough to fill the device, none with little to do; a power of 2."""
@@ -200,25 +213,16 @@ class CudaAttention:
         return 1 << max(0, wanted.bit_length() - 1)
 
 
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_keys: int,
-    window: int | None,
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, window: int | None) -> Tensor:
     """Causal attention of packed requests, the last query of each at its last key."""
     result: Tensor = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        query_ends,
-        key_ends,
-        longest_query,
-        longest_keys,
+        prompts.query_ends,
+        prompts.key_ends,
+        prompts.longest_query,
+        prompts.longest_keys,
         0.0,
         True,
         False,
@@ -237,4 +241,6 @@ def _to_device(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) 
 
 
 def _offsets(lens: IntArray) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+    """0, where each prompt ends, and prompts of length 0 up to a power of 2: kernels are planned for their number."""
+    ends = np.cumsum(lens, dtype=np.int64)
+    return np.concatenate([[0], ends, np.full(power_of_2(len(lens)) - len(lens), ends[-1])])

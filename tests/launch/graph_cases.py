@@ -114,10 +114,10 @@ class StoringAttention(TorchAttention):
             part.copy_(rotate(part if weight is None else self._norm(part, weight), angles))
         return q, k, v
 
-    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self._attend(layer, q, k, v, out)
-        return out.flatten(1)
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2]) if out is None else out
+        self._attend(layer, q, k, v, out.view(q.shape))
+        return out
 
 
 class DecodeOnDevice:

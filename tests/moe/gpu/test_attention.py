@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe.attention import cudnn_packed
 from moe.attention.rotary import Rotary
 from moe.attention.torch_sdpa import TorchAttention
 from moe.batch import ForwardBatch
@@ -64,24 +65,58 @@ def make_batch(lengths, block_size, device, num_padded):
     )
 
 
-def flash(q, k, v, query_ends, key_ends, longest_query, longest_keys, window):
+def flash(q, k, v, prompts, window):
     """What `_flash` computes, in plain torch: it has no kernel on the CPU."""
     outs = []
-    for (a, b), (c, d) in zip(*(itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends)), strict=True):
-        assert 0 < b - a <= longest_query
-        assert d - c <= longest_keys
+    ends = (itertools.pairwise(ends.tolist()) for ends in (prompts.query_ends, prompts.key_ends))
+    for (a, b), (c, d) in zip(*ends, strict=True):
+        assert b - a <= prompts.longest_query
+        assert d - c <= prompts.longest_keys
+        assert not prompts.fresh or (a, b) == (c, d)
         mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
         heads = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
         outs.append(F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(outs)
 
 
+class PlainPlan:
+    """What a plan of cuDNN computes, from the same tensors: places in elements and lengths."""
+
+    def __init__(self, *, num_prompts, heads, longest, row_strides, fresh, **_):
+        assert num_prompts & (num_prompts - 1) == 0
+        self.heads, self.longest, self.row_strides, self.fresh = heads, longest, row_strides, fresh
+
+    device_index, workspace_bytes = -1, 1
+
+    def run(self, tensors, workspace):
+        t = dict(zip(cudnn_packed._NAMES, tensors, strict=True))
+        num_heads, num_kv_heads, head_dim = self.heads
+        strides = dict(zip("qkvo", self.row_strides, strict=True))
+        for i, lengths in enumerate(zip(t["q_lengths"].tolist(), t["k_lengths"].tolist(), strict=True)):
+            assert all(n <= most for n, most in zip(lengths, self.longest, strict=True))
+
+            def rows(name, heads, length, i=i):
+                shape, stride = (length, heads, head_dim), (strides[name], head_dim, 1)
+                at = int(t[f"{name}_at"][i]) + t[name].storage_offset()
+                return torch.as_strided(t[name], shape, stride, at)
+
+            queries, keys = lengths
+            q, k, v = rows("q", num_heads, queries), rows("k", num_kv_heads, keys), rows("v", num_kv_heads, keys)
+            mask = torch.ones(queries, keys, dtype=torch.bool).tril(0 if self.fresh else keys - queries)
+            heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+            rows("o", num_heads, queries).copy_(out)
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("num_padded", [0, 3])
-def test_plans_hold_in_the_interpreter(name, num_padded, monkeypatch):
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_plans_hold_in_the_interpreter(name, num_padded, cudnn, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled here")
-    monkeypatch.setattr("moe.attention.cuda._flash", flash)
+    monkeypatch.setattr("moe.attention.cuda._flash", None if cudnn else flash)
+    monkeypatch.setattr("moe.attention.cudnn_packed.takes", lambda *_: cudnn)
+    monkeypatch.setattr("moe.attention.cudnn_packed._plan", PlainPlan)
     monkeypatch.setattr("moe.attention.segments.DENSE_UNIT", 8)
     monkeypatch.setattr("moe.attention.segments.DENSE_ROWS", 16)
     config = replace(named_shape("tiny"), num_heads=4, num_kv_heads=2, head_dim=16)
@@ -91,9 +126,13 @@ def test_plans_hold_in_the_interpreter(name, num_padded, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("num_padded", [0, 5])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_matches_the_plain_form(name, num_padded, qk_norm):
+@pytest.mark.parametrize(("qk_norm", "cudnn"), [(False, False), (True, False), (True, True)])
+def test_matches_the_plain_form(name, num_padded, qk_norm, cudnn, monkeypatch):
     device, config = torch.device("cuda"), named_shape("qwen3-30b-a3b")
+    if not cudnn:
+        monkeypatch.setattr("moe.attention.cudnn_packed.takes", lambda *_: False)
+    elif not cudnn_packed.takes(device, torch.bfloat16, config.head_dim):
+        pytest.skip("needs nvidia-cudnn-frontend")
     norms = torch.rand(2, config.head_dim, device=device, dtype=torch.bfloat16) if qk_norm else (None, None)
     check(BATCHES[name], num_padded, config, device, torch.bfloat16, norms, 2e-2)
 
@@ -112,7 +151,12 @@ def check(requests, num_padded, config, device, dtype, norms, tolerance):
         kv = KVCache(config, num_blocks, 16, dtype, device)
         for cache in kv.layer(0):
             cache.normal_(generator=torch.Generator(device).manual_seed(3))
-        seen.append(form(config, batch, kv).attend(0, qkv.clone(), *norms, angles).float())
+        plan = form(config, batch, kv)
+        seen.append(plan.attend(0, qkv.clone(), *norms, angles).float())
+        if form is CudaAttention:
+            out = torch.full_like(seen[-1], torch.nan).to(dtype)
+            assert plan.attend_stored(0, *plan.store(0, qkv.clone(), *norms, angles), out) is out
+            torch.testing.assert_close(out.float(), seen[-1], rtol=0, atol=0)
         caches.append(torch.stack(kv.layer(0))[:, : num_blocks * 16].float())
     torch.testing.assert_close(seen[1], seen[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(caches[1], caches[0], rtol=tolerance, atol=tolerance)

@@ -1,9 +1,11 @@
-"""Norm, top k, rotary embedding with cache write, 8-bit blocks: each against the plain form in float64."""
+"""Norm, top k, rotary embedding with cache write, 8-bit blocks, slots of keys: each against the plain form."""
 
+import numpy as np
 import pytest
 import torch
 
 from moe.kernels.fp8 import dequantise, quantise
+from moe.kernels.key_slots import key_slots
 from moe.kernels.norm import add_rms_norm
 from moe.kernels.rope import rotate_and_cache
 from moe.kernels.topk import softmax_topk
@@ -96,3 +98,16 @@ def test_fp8_dequantises_counted_rows_with_strided_scales(device):
     assert close(back[0, :1], expected[0, :1])
     assert close(back[1], expected[1])
     assert close(dequantise(values[1], scales[1]), expected[1])
+
+
+@pytest.mark.parametrize(("lengths", "first"), [([5, 1, 30, 16], 0), ([3, 200, 7], 2), ([40] * 37, 1)])
+def test_keys_lie_where_the_block_tables_say(lengths, first, device):
+    page, spare = 16, 9
+    columns = -(-max(lengths) // page)
+    rng = np.random.default_rng(0)
+    tables = rng.permutation((first + len(lengths) + 1) * columns).astype(np.int32).reshape(-1, columns)
+    ends = np.cumsum([0, *lengths, 0], dtype=np.int32)  # with a request without keys
+    slots = key_slots(*(torch.from_numpy(t).to(device) for t in (ends, tables)), first, int(ends[-1]) + spare, page)
+    expected = [tables[first + r, p // page] * page + p % page for r, n in enumerate(lengths) for p in range(n)]
+    assert slots[: ends[-1]].tolist() == expected
+    assert ((slots[ends[-1] :] >= 0) & (slots[ends[-1] :] < tables.size * page)).all()
