@@ -6,12 +6,14 @@ Its own file because the settings are torch's and our kernels' own. There are th
                 of the all2all stay free also while it has nothing to do
     green       a stream whose kernels run on a fixed set of SMs, in whole units of 8; nothing else gets in the way
     shared      compute uses all SMs and gives them up soon: the longest of our kernels runs a program a tile instead
-                of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end; a
-                carve-out or green context of fewer SMs within it takes precedence
+                of programs that hold their SMs, so DeepEP's kernels, of higher priority, are let in as tiles end; with
+                few SMs for the all2all, which is then busy nearly always, torch's products are carved out beside
 
-DeepEP launches clusters of two neighbours, which wait where the free SMs are single ones, so a carve-out of few SMs
-delays it. Measured on H200s (benchmarks/results): shared is the fastest nearly everywhere; green is by up to 4% where
-16384 tokens are sent by 8 SMs, and no partition at all with 64.
+A library's product launches as many blocks as there are SMs, and each walks its share of the tiles: if DeepEP holds
+some SMs, the blocks that found no room begin when the others end, and the product takes twice as long. A carve-out
+mends that and costs SMs when no message is under way; only cuBLASLt's products heed it. DeepEP launches clusters of two
+neighbours, which wait where the free SMs are single ones, so a carve-out of few SMs delays it. Measured on H200s
+(benchmarks/results): shared is the fastest nearly everywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dbo.sm_partition import Setter, SMPartition
 from moe.all2all.base import All2All
 
 _UNIT = 8  # SMs in which a green context is cut
+_FEW = 16  # SMs of an all2all that is busy less than half of the time
 
 
 @functools.cache
@@ -47,9 +50,24 @@ def set_compute_sms(num_sms: int | None) -> int | None:
     force.
     """
     total = total_sms(torch.cuda.current_device())
-    carved = torch._C._get_sm_carveout_experimental()
-    torch._C._set_sm_carveout_experimental(None if num_sms is None or num_sms >= total else total - num_sms)
-    return None if carved is None else total - carved
+    before = torch._C._get_sm_carveout_experimental()
+    carved = None if num_sms is None or num_sms >= total else total - num_sms
+    torch._C._set_sm_carveout_experimental(carved)
+    if (before is None) != (carved is None):
+        _prefer_cublaslt(carved is not None)
+    return None if before is None else total - before
+
+
+_library_before: Any = None
+
+
+def _prefer_cublaslt(preferred: bool) -> None:
+    """While it is: plain products by cuBLASLt, which heeds a carve-out, as cuBLAS does not; then as it was."""
+    global _library_before
+    library = torch.backends.cuda.preferred_blas_library
+    if preferred:
+        _library_before = library()
+    library("cublaslt" if preferred else _library_before)
 
 
 _shared: int | None = None
@@ -115,10 +133,12 @@ def takes_sms(all2all: All2All, device: torch.device) -> bool:
 Form = Literal["shared", "carve", "green"]
 
 
-def compute_setter(form: Form) -> Setter:
-    """What puts a number of SMs for compute into force, in any form, for partitions of one's own (`SMPartition`)."""
-    setters: dict[Form, Setter] = {"shared": share_sms, "carve": set_compute_sms, "green": _green_stream()}
-    return setters[form]
+def compute_setters(form: Form, comm_sms: int) -> list[Setter]:
+    """What puts a number of SMs for compute into force beside so many for the all2all, in any form, for partitions of
+    one's own (`SMPartition`)."""
+    if form == "shared":
+        return [share_sms, set_compute_sms] if comm_sms < _FEW else [share_sms]
+    return [set_compute_sms if form == "carve" else _green_stream()]
 
 
 def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
@@ -132,6 +152,6 @@ def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> Abs
         comm_sms=comm_sms,
         total_sms=total_sms(torch.cuda.current_device()),
         set_comm_sms=set_comm_sms,
-        set_compute_sms=share_sms,
+        set_compute_sms=compute_setters("shared", comm_sms),
         multiple_of=2,
     )

@@ -43,7 +43,7 @@ from moe.config import ModelConfig, named_shape
 from moe.kv_cache import KVCache
 from moe.models.decoder import Model, Params, declare_params
 from moe.models.registry import family_named
-from moe.sms import Form, compute_setter, total_sms
+from moe.sms import Form, compute_setters, total_sms
 
 BLOCK = 16
 SHORTEST, LONGEST = 64, 264  # contexts of decodes
@@ -178,7 +178,7 @@ class Bench:
             comm_sms=num_sms,
             total_sms=132 if self.args.rehearse else total_sms(torch.cuda.current_device()),
             set_comm_sms=all2all.set_num_sms,
-            set_compute_sms=() if self.args.rehearse else compute_setter(form),
+            set_compute_sms=() if self.args.rehearse else compute_setters(form, num_sms),
             multiple_of=2,
         )
 

@@ -200,8 +200,9 @@ class DeepEPHighThroughput(Transport):
             buffer.set_num_sms(num_sms)  # the only way to DeepEP's tables; put back below
             try:
                 pair = buffer.get_dispatch_config(self.ep_size), buffer.get_combine_config(self.ep_size)
-                if self.ep_size == 2:  # larger messages than its table has: a combine takes a third less on two H200
-                    pair = pair[0], self._deep_ep.Config(num_sms, 24, 256, 6, 128)
+                if self.ep_size == 2:  # larger messages than its table has, measured on two H200 (benchmarks/results)
+                    larger = self._deep_ep.Config(num_sms, *((48, 512) if num_sms <= 16 else (24, 256)), 6, 128)
+                    pair = larger, larger
             except AssertionError as error:
                 allowed = "a number of ranks DeepEP has tables for (2, 4, 8, 16, 24, 32, ...)"
                 raise ConfigError("ep_size", self.ep_size, allowed, "use --all2all torch") from error

@@ -2,9 +2,9 @@
 
 Its own file because prefill is served by library kernels and decode is not: each request reads its own blocks through
 its block table, lengths are read on the device, and one launch (two where few requests have long contexts) serves the
-whole batch. Invariants: a request's result does not depend on the other requests of the batch for a given
-`num_splits`; a request of length 0 (padding) gives zeros. The split of the keys over programs and their merge by
-log-sum-exp is Flash-Decoding's (Dao et al., 2023).
+whole batch. Invariants: a request's result does not depend on the other requests of the batch, only on how many there
+are and on `num_splits`; a request of length 0 (padding) gives zeros. The split of the keys over programs and their
+merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.kernels.launch import Launcher
 from moe.kernels.sizes import power_of_2
 
-_BLOCK = 64
+_FEW_PROGRAMS, _MANY_PROGRAMS = 256, 1024  # to here large ones are faster, from here small ones
 
 
 @triton.jit
@@ -59,19 +59,23 @@ def _decode_kernel(
     total = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     per_split = tl.cdiv(tl.cdiv(length - oldest, BLOCK), SPLITS) * BLOCK
     begin = oldest + split * per_split
-    for start in range(begin, tl.minimum(begin + per_split, length), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        known = at < length
-        page = tl.load(block_tables + request * table_stride + at // PAGE, mask=known, other=0).to(tl.int64)
+    end = tl.minimum(begin + per_split, length)
+    at = begin + tl.arange(0, BLOCK)
+    table = block_tables + request * table_stride
+    page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
+    for _ in range(begin, end, BLOCK):
+        known = at < end
         row = (page * PAGE + at % PAGE) * NUM_KV_HEADS + kv_head
         reads = known[:, None] & (dims[None, :] < HEAD_DIM)
         keys = tl.load(k_cache + row[:, None] * HEAD_DIM + dims[None, :], mask=reads, other=0.0)
+        values = tl.load(v_cache + row[:, None] * HEAD_DIM + dims[None, :], mask=reads, other=0.0)
+        at += BLOCK
+        page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)  # of the next block: one wait less
         scores = tl.dot(query, tl.trans(keys)) * scale
         scores = tl.where(known[None, :], scores, -1.0e30)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp(largest - new_largest)
         weights = tl.where(known[None, :], tl.exp(scores - new_largest[:, None]), 0.0)
-        values = tl.load(v_cache + row[:, None] * HEAD_DIM + dims[None, :], mask=reads, other=0.0)
         total = total * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
         weight_sum = weight_sum * shrink + tl.sum(weights, 1)
         largest = new_largest
@@ -137,6 +141,8 @@ def paged_decode(
         )
     group = num_heads // num_kv_heads
     dim_block = power_of_2(head_dim)
+    programs = num_requests * num_kv_heads * num_splits
+    block, num_warps = (16, 1) if programs >= _MANY_PROGRAMS else (64, 4) if programs <= _FEW_PROGRAMS else (32, 2)
     _decode(
         (num_requests, num_kv_heads, num_splits),
         q,
@@ -156,8 +162,9 @@ def paged_decode(
         HEAD_DIM=head_dim,
         DIM_BLOCK=dim_block,
         PAGE=page,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         SPLITS=num_splits,
+        num_warps=num_warps,
     )
     if num_splits > 1:
         _merge(
