@@ -25,6 +25,11 @@ class CudaGraphs:
     def __init__(self, device: torch.device, streams: Mapping[str, torch.cuda.Stream] | None = None) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
+        # Torch allocates what graphs know of random numbers with the first graph, and keeps it until the last one is
+        # gone, so after an aborted capture for good. This graph, never captured, has it lie here from the start.
+        self._first = torch.cuda.CUDAGraph()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._first.register_generator_state(torch.cuda.default_generators[index])
         self._streams = {"compute": self._side, **(streams or {})}
 
     def new_pool(self) -> _Pool:
