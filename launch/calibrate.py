@@ -77,10 +77,11 @@ from launch.session import (
     shared_options,
     together,
 )
+from moe.sms import takes_sms
 
 PARTS_SHARE = 0.35  # of the time
 LEAST_ROUNDS = 3
-FIRST_TIME = 3.0  # times as long as the size before: more than its tokens explain
+FIRST_TIME = 3.0  # times as long as the size before it: more than its tokens explain
 SPLIT_ROUNDS = 3  # the arm that decides nothing
 DECODE_STEPS = 4  # of each arm in one measurement
 UNEVEN = 0.6  # tokens of the other ranks over rank 0's, to measure skew
@@ -333,27 +334,31 @@ class Calibration:
     def _sizes(self) -> dict[Size, float]:
         """Every size once in every arm; gives the seconds of each. Larger ones are left out where time is short."""
         kept: dict[Size, float] = {}
+        last_s: dict[Phase, float] = {}
+        full: set[Phase] = set()  # phases whose larger sizes do not fit
         sizes = sorted(
             (Size(phase, n) for phase in PHASES for n in self.grids[phase]), key=lambda s: (self._rank_of(s), s.phase)
         )
-        last_s = 0.0
-        for size in sizes:
-            took_s = self._seconds_of(size)
-            if took_s > FIRST_TIME * last_s:  # the next size takes twice as long: kernels were compiled, plans made
-                took_s = min(took_s, self._seconds_of(size))
-            last_s = took_s
-            self._progress()
-            asked = self._texts[size.phase] != "auto"
-            first = asked or size.phase not in {other.phase for other in kept}
-            needed_s = sum(kept.values()) + took_s
+
+        def fits(seconds: float) -> bool:
             left_s = self._share(self.options.budget - self._elapsed_s())
-            if not first and needed_s * (LEAST_ROUNDS + 1) > left_s:
+            return (sum(kept.values()) + seconds) * (LEAST_ROUNDS + 1) <= left_s
+
+        for size in sizes:
+            phase = size.phase
+            must = self._texts[phase] != "auto" or phase not in last_s
+            if not must and (phase in full or not fits(2 * last_s[phase])):
+                full.add(phase)
                 continue
-            kept[size] = took_s
-            if needed_s * (LEAST_ROUNDS + 1) > left_s * 0.7:  # the next ones take twice as long
-                due = [s for s in sizes if s.phase not in {k.phase for k in kept} or self._texts[s.phase] != "auto"]
-                if set(due) <= set(kept):
-                    break
+            took_s = self._seconds_of(size)
+            if took_s > FIRST_TIME * last_s.get(phase, 0.0):  # kernels were compiled, plans made
+                took_s = min(took_s, self._seconds_of(size))
+            last_s[phase] = took_s
+            self._progress()
+            if must or fits(took_s):
+                kept[size] = took_s
+            else:
+                full.add(phase)
         for phase in PHASES:
             sizes_kept = tuple(s.num_tokens for s in kept if s.phase == phase)
             if sizes_kept != self.grids[phase]:
@@ -408,7 +413,7 @@ class Calibration:
 
     def _measure(self, size: Size, *, count: bool = True, split: bool = False, sms: Sequence[int] = ()) -> None:
         """Both arms side by side, at every number of SMs, in random order."""
-        for num_sms in self._shuffled(list(sms or self._choices_of(size.phase))):
+        for num_sms in self._shuffled(list(sms or self._choices_of(size))):
             dbo = replace(self.dbo, comm_sms=num_sms)
             pair: list[Arm] = ["whole", "overlap"]
             if size.phase == "decode":
@@ -423,9 +428,10 @@ class Calibration:
             one_by_one = replace(self.dbo, interleave=False)
             self._note(size, "split", self.choices[0], self._prefill(size, one_by_one, "split"), count)
 
-    def _choices_of(self, phase: Phase) -> tuple[int, ...]:
-        """Numbers of SMs that matter there: the low-latency kernels do not ask for one."""
-        return self.choices[:1] if self._copies()[phase] == "expert" else self.choices
+    def _choices_of(self, size: Size) -> tuple[int, ...]:
+        """Numbers of SMs to measure it with: one, where its ubatches go over kernels that take none."""
+        rows = -(-size.num_tokens // self.dbo.num_ubatches)
+        return self.choices if takes_sms(self.engine.all2all, self.mesh.device, rows) else self.choices[:1]
 
     def _copies(self) -> Mapping[Phase, Copies]:
         return COPIES.get(self.engine.all2all.name, dict.fromkeys(PHASES, "rank"))
@@ -496,26 +502,21 @@ class Calibration:
         """The number of SMs with the least overlap time, each size counting alike."""
         logs: dict[int, float] = dict.fromkeys(self.choices, 0.0)
         for (size, arm, num_sms), each in times.items():
-            if arm == "overlap" and not size.uneven and self._choices_of(size.phase) == self.choices:
+            if arm == "overlap" and not size.uneven and self._choices_of(size) == self.choices:
                 logs[num_sms] += float(np.log(np.median(each)))
         return min(logs, key=lambda n: logs[n])
 
     def _by_sms(self, times: Mapping[Key, list[float]]) -> dict[str, dict[Phase, Series]]:
         if len(self.choices) == 1:
             return {}
-        return {
-            str(n): {phase: self._arm(phase, "overlap", times, self._sms_for(phase, n)) for phase in PHASES}
-            for n in self.choices
-        }
-
-    def _sms_for(self, phase: Phase, num_sms: int) -> tuple[int, ...]:
-        """The number under which a phase was measured that is to run with `num_sms`."""
-        return (num_sms,) if num_sms in self._choices_of(phase) else self.choices[:1]
+        return {str(n): {phase: self._arm(phase, "overlap", times, [n]) for phase in PHASES} for n in self.choices}
 
     def _arm(self, phase: Phase, arm: Arm, times: Mapping[Key, list[float]], sms: Sequence[int]) -> Series:
         found: dict[int, Cost] = {}
         for n in self.grids[phase]:
-            every = [ms for num_sms in sms for ms in times.get((Size(phase, n), arm, num_sms), ())]
+            size = Size(phase, n)
+            measured = [num_sms for num_sms in sms if num_sms in self._choices_of(size)] or self.choices[:1]
+            every = [ms for num_sms in measured for ms in times.get((size, arm, num_sms), ())]
             if every:
                 found[n] = cost_of(every)
         return _series(found)
@@ -524,12 +525,13 @@ class Calibration:
         self, phase: Phase, times: Mapping[Key, list[float]], best: int, uneven: Mapping[Phase, Size]
     ) -> PhaseSteps:
         whole = self._arm(phase, "whole", times, self.choices)  # whole does not depend on the SMs of overlap
-        overlap = self._arm(phase, "overlap", times, self._sms_for(phase, best))
+        overlap = self._arm(phase, "overlap", times, [best])
         split = self._arm(phase, "split", times, self.choices[:1]) if phase == "prefill" else None
         skews = {"whole": 1.0, "overlap": 1.0}
         if (size := uneven.get(phase)) is not None:
             mean = size.num_tokens * (1 + UNEVEN * (self.mesh.world_size - 1)) / self.mesh.world_size
-            arms: tuple[tuple[Arm, Series], ...] = (("whole", whole), ("overlap", overlap))
+            beside = self._arm(phase, "overlap", times, self.choices[:1])  # measured with the same number of SMs
+            arms: tuple[tuple[Arm, Series], ...] = (("whole", whole), ("overlap", beside))
             for arm, series in arms:
                 ms = float(np.median(times[size, arm, self.choices[0]]))
                 skews[arm] = skew_of(series.curve(), ms, size.num_tokens, mean)

@@ -37,6 +37,7 @@ CANDIDATES = (8, 16, 24, 32)
 CACHE_VARIABLE = "DBO_MOE_CACHE"  # a directory; else dbo-moe in XDG_CACHE_HOME, else in ~/.cache
 AS_GOOD = 1.01  # times the best
 _MOST_TOKENS, _PROMPT = 8192, 2048
+PARTITION = 2  # counts the changes to what shares SMs how: numbers from before one are no longer true
 _WARMUP, _ROUNDS = 2, 5
 
 Measure = Callable[[int], float]
@@ -127,6 +128,7 @@ class Sweep:
             "dtype": str(c.dtype).removeprefix("torch."),
             "step": f"{self._count}x{self._length}",
             "ubatches": f"{dbo.num_ubatches} {dbo.driver} {dbo.cut}",
+            "partition": PARTITION,
         }
         return "; ".join(f"{name} {value}" for name, value in parts.items())
 

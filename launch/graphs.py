@@ -162,7 +162,8 @@ class Graphs:
     def _partition(self, descriptor: BatchDescriptor) -> AbstractContextManager[object]:
         if descriptor.num_ubatches == 1:
             return nullcontext()
-        return make_partition(self._engine.all2all, self._dbo.comm_sms, self._engine.mesh.device)
+        num_tokens = descriptor.num_tokens // descriptor.num_ubatches
+        return make_partition(self._engine.all2all, self._dbo.comm_sms, self._engine.mesh.device, num_tokens)
 
     def _all_ranks(self, here: bool) -> bool:
         mesh = self._engine.mesh

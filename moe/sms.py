@@ -52,9 +52,8 @@ def set_compute_sms(num_sms: int | None) -> int | None:
     total = total_sms(torch.cuda.current_device())
     before = torch._C._get_sm_carveout_experimental()
     carved = None if num_sms is None or num_sms >= total else total - num_sms
+    _prefer_cublaslt(carved is not None)
     torch._C._set_sm_carveout_experimental(carved)
-    if (before is None) != (carved is None):
-        _prefer_cublaslt(carved is not None)
     return None if before is None else total - before
 
 
@@ -65,9 +64,12 @@ def _prefer_cublaslt(preferred: bool) -> None:
     """While it is: plain products by cuBLASLt, which heeds a carve-out, as cuBLAS does not; then as it was."""
     global _library_before
     library = torch.backends.cuda.preferred_blas_library
-    if preferred:
+    if preferred and _library_before is None:
         _library_before = library()
-    library("cublaslt" if preferred else _library_before)
+        library("cublaslt")
+    elif not preferred and _library_before is not None:
+        library(_library_before)
+        _library_before = None
 
 
 _shared: int | None = None
@@ -94,16 +96,17 @@ class GreenStream:
     def __init__(self) -> None:
         self._num_sms: int | None = None
         self._caller: torch.cuda.Stream | None = None
+        self._carved: int | None = None  # what was in force for the caller
         self._streams: dict[int, tuple[Any, torch.cuda.Stream]] = {}  # with the contexts, which must outlive them
 
     def __call__(self, num_sms: int | None) -> int | None:
         """Put `num_sms` (None = the caller's own stream) into force; gives what was."""
         before, self._num_sms = self._num_sms, num_sms
         current = torch.cuda.current_stream()
-        if before is None:
-            self._caller = current
         whole_units = None if num_sms is None else num_sms // _UNIT * _UNIT
-        set_compute_sms(whole_units)
+        carved = set_compute_sms(self._carved if whole_units is None else whole_units)
+        if before is None:
+            self._caller, self._carved = current, carved
         chosen = self._caller if whole_units is None else self._stream(whole_units)
         if chosen is not None and chosen != current:
             chosen.wait_stream(current)
@@ -125,9 +128,14 @@ def _green_stream() -> GreenStream:
     return GreenStream()
 
 
-def takes_sms(all2all: All2All, device: torch.device) -> bool:
-    """Whether the transport runs on a number of SMs that somebody must choose."""
-    return device.type == "cuda" and hasattr(all2all, "set_num_sms")
+def takes_sms(all2all: All2All, device: torch.device, num_tokens: int | None = None) -> bool:
+    """Whether the transport runs on a number of SMs that somebody must choose; for (u)batches of at most `num_tokens`
+    a rank, if given.
+    """
+    if device.type != "cuda" or not hasattr(all2all, "set_num_sms"):
+        return False
+    uses_sms = getattr(all2all, "uses_sms", None)
+    return num_tokens is None or uses_sms is None or bool(uses_sms(num_tokens))
 
 
 Form = Literal["shared", "carve", "green"]
@@ -141,11 +149,13 @@ def compute_setters(form: Form, comm_sms: int) -> list[Setter]:
     return [set_compute_sms if form == "carve" else _green_stream()]
 
 
-def make_partition(all2all: All2All, comm_sms: int, device: torch.device) -> AbstractContextManager[object]:
-    """What to enter around a run of ubatches: `comm_sms` for the all2all, shared with compute; nothing where the
-    all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
+def make_partition(
+    all2all: All2All, comm_sms: int, device: torch.device, num_tokens: int | None = None
+) -> AbstractContextManager[object]:
+    """What to enter around a run of ubatches, of at most `num_tokens` a rank: `comm_sms` for the all2all, shared with
+    compute; nothing where the all2all uses no fixed number of SMs. Raises ConfigError for a number it cannot take.
     """
-    if not takes_sms(all2all, device):
+    if not takes_sms(all2all, device, num_tokens):
         return nullcontext()
     set_comm_sms: Setter = all2all.set_num_sms  # type: ignore[attr-defined]
     return SMPartition(

@@ -47,7 +47,7 @@ def upcycled(model: Path, dtype: str, directory: Path) -> Path:
     """`model` itself if it is a directory, else the mixture made of it in `directory`."""
     if model.is_dir():
         return model
-    made = directory / f"mixture-{dtype}"
+    made = directory / f"copies-{dtype}"
     if not (made / "model.safetensors.index.json").exists():
         options = ["--experts", "8", "--top-k", "2", "--dtype", dtype]
         subprocess.run(
@@ -65,10 +65,10 @@ def generate(model: Path, prompts: Path, options: list[str], num_ranks: int, out
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def gap(row: Row, at: int) -> float:
-    """How undecided the model was about token `at`, in nats."""
-    (_, first), (_, second) = row["logprobs"][at]["top"][:2]
-    return float(first - second)
+def gap(row: Row, at: int, token: int) -> float:
+    """How much likelier its own token `at` was to the model than `token`, in nats."""
+    top = row["logprobs"][at]["top"]
+    return float(top[0][1] - dict(map(tuple, top)).get(token, float("-inf")))
 
 
 def parting(expected: Row, got: Row) -> dict[str, float] | None:
@@ -78,7 +78,7 @@ def parting(expected: Row, got: Row) -> dict[str, float] | None:
     if at is None:
         same = len(expected["token_ids"]) == len(got["token_ids"])
         return None if same else {"at": min(len(expected["token_ids"]), len(got["token_ids"])), "gap": float("inf")}
-    return {"at": at, "gap": gap(expected, at)}
+    return {"at": at, "gap": gap(expected, at, got["token_ids"][at])}
 
 
 def compare(expected: list[Row], got: list[Row]) -> dict[str, Any]:

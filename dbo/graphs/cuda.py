@@ -29,7 +29,8 @@ class CudaGraphs:
         # gone, so after an aborted capture for good. This graph, never captured, has it lie here from the start.
         self._first = torch.cuda.CUDAGraph()
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._first.register_generator_state(torch.cuda.default_generators[index])
+        with torch.cuda.device(index):
+            self._first.register_generator_state(torch.cuda.default_generators[index])
         self._streams = {"compute": self._side, **(streams or {})}
 
     def new_pool(self) -> _Pool:

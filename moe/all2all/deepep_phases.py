@@ -36,6 +36,10 @@ class DeepEPByPhase(Transport):
         )
         self.set_num_sms = self._normal.set_num_sms
 
+    def uses_sms(self, num_tokens: int) -> bool:
+        """Whether batches of so many tokens on the fullest rank go over kernels that run on a number of SMs."""
+        return num_tokens > self._small
+
     def dispatch(
         self,
         x: Tensor,
@@ -45,7 +49,7 @@ class DeepEPByPhase(Transport):
     ) -> Work[Dispatched]:
         """See `All2All.dispatch`. Without `num_tokens_per_rank` the normal kernels carry the batch."""
         # x has more rows than its rank has tokens only where all ranks are padded to one size: the choice is shared.
-        small = num_tokens_per_rank is not None and max(*num_tokens_per_rank, x.shape[0]) <= self._small
+        small = num_tokens_per_rank is not None and not self.uses_sms(max(*num_tokens_per_rank, x.shape[0]))
         chosen = self._low_latency if small else self._normal
         return chosen.dispatch(x, topk_idx, topk_weights, num_tokens_per_rank)
 

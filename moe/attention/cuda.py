@@ -158,7 +158,8 @@ class CudaAttention:
             result: Tensor = dense.transpose(1, 2).flatten(0, 1)
         elif self._cudnn and max(q.shape[0] * q.stride(0), k.shape[0] * k.stride(0)) < cudnn_packed.MAX_ELEMENTS:
             result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-            cudnn_packed.attend_packed(q, k, v, prompts.packed, result)
+            if not cudnn_packed.attend_packed(q, k, v, prompts.packed, result):
+                result = _flash(q, k, v, prompts.packed, self._config.sliding_window)
         else:
             result = _flash(q, k, v, prompts.packed, self._config.sliding_window)
         return result if out is None or result is out else out.copy_(result)

@@ -12,7 +12,8 @@ replay it with others; a prompt of length 0 is none; the result does not depend 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
+import logging
 import math
 import threading
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from moe.kernels.sizes import power_of_2
 MAX_ELEMENTS = 1 << 31
 """Of q, k or v, from the first row to the last: places are 32-bit numbers."""
 
+_OLDEST = (1, 32)  # of the package: operands in a given order
 _SHORTEST = 128  # a plan for less is no faster
 _lock = threading.Lock()  # a handle's stream is set and used in two calls
 
@@ -52,8 +54,9 @@ class PackedPrompts:
     """For `attend_packed`: by the layout of its arguments, what is the same in all layers."""
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, out: Tensor) -> None:
-    """Write into `out`, of q's shape and contiguous; rows of no prompt stay as they are.
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, out: Tensor) -> bool:
+    """Write into `out`, of q's shape and contiguous; rows of no prompt stay as they are. False, and nothing is done,
+    where cuDNN has no plan for this.
 
     q [rows, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim]: heads contiguous, rows strided.
     """
@@ -61,7 +64,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, out: 
     prepared = prompts.prepared.get(key)
     if prepared is None:
         prepared = prompts.prepared[key] = _Prepared(q, k, v, prompts, out)
-    prepared(q, k, v, out)
+    return prepared(q, k, v, out)
 
 
 class _Prepared:
@@ -69,7 +72,7 @@ class _Prepared:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, out: Tensor) -> None:
         query_ends, key_ends = prompts.query_ends, prompts.key_ends
-        self._plan = _plan(
+        self._plan = _plan_or_none(
             device_index=q.get_device(),
             dtype=q.dtype,
             num_prompts=len(query_ends) - 1,
@@ -78,14 +81,19 @@ class _Prepared:
             row_strides=(q.stride(0), k.stride(0), v.stride(0), out.stride(0)),
             fresh=prompts.fresh,
         )
+        if self._plan is None:
+            return
         ends = torch.stack((query_ends, key_ends, key_ends, query_ends))
         places = ends * _row_strides(q.device, tuple(rows.stride(0) for rows in (q, k, v, out)))
         lengths = ends[:2].diff(dim=1)
         self._fixed = (*places.unbind(), *lengths.unbind())  # in the order of `_NAMES`
         self._workspace = torch.empty(self._plan.workspace_bytes, dtype=torch.uint8, device=q.device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
+        if self._plan is None:
+            return False
         self._plan.run((q, k, v, out, *self._fixed), self._workspace)
+        return True
 
 
 @functools.cache
@@ -122,7 +130,12 @@ def _cudnn() -> Any:
 
 @functools.cache
 def _installed() -> bool:
-    return importlib.util.find_spec("cudnn") is not None
+    """Whether the package is there, is that package, is new enough, and loads."""
+    try:
+        version = importlib.metadata.version("nvidia-cudnn-frontend")
+        return tuple(map(int, version.split(".")[:2])) >= _OLDEST and hasattr(_cudnn(), "pygraph")
+    except (ImportError, OSError, ValueError):  # not installed is an ImportError too
+        return False
 
 
 @functools.cache
@@ -132,6 +145,16 @@ def _handle(device_index: int) -> Any:
 
 
 @functools.cache
+def _plan_or_none(**shape: Any) -> _Plan | None:
+    try:
+        return _plan(**shape)
+    except Exception as error:  # of the package's own types
+        logging.warning(
+            "cuDNN has no attention for %s, so flash attention serves: %s", shape, error
+        )
+        return None
+
+
 def _plan(
     *,
     device_index: int,

@@ -17,6 +17,7 @@ from launch.calibrate import (
     LEAST_ROUNDS,
     Calibration,
     Script,
+    Size,
     comm_sms_choices,
     grid,
     halved,
@@ -201,9 +202,26 @@ def test_what_is_slow_the_first_time_only_costs_no_sizes(monkeypatch):
     assert made._now + (LEAST_ROUNDS + 1) * sum(estimates.values()) < 80
 
 
-def test_sizes_that_do_not_fit_are_not_run(monkeypatch):
-    made = Simulated(monkeypatch, budget=40, warm=lambda n: n * 0.01, first=0.0)
+@pytest.mark.parametrize("first", [0.0, 2.0])
+@pytest.mark.parametrize("each", [0.0002, 0.001, 0.003, 0.004, 0.01, 0.03, 0.1])
+def test_sizes_that_do_not_fit_are_not_run(monkeypatch, each, first):
+    made = Simulated(monkeypatch, budget=100, warm=lambda n: n * each, first=first)
     estimates = made._sizes()
-    assert any("prefill: measured up to" in note for note in made.notes)
-    assert made._now + LEAST_ROUNDS * sum(estimates.values()) < 40
+    assert any("prefill: measured up to" in note for note in made.notes) == (len(estimates) < 18)
+    assert made._now + LEAST_ROUNDS * sum(estimates.values()) < 100
     assert {size.phase for size in estimates} == {"prefill", "decode"}
+
+
+def test_sizes_are_measured_with_the_sms_that_they_use():
+    """`deepep` sends small batches by kernels that take none; the partition is not entered for them either."""
+    made = object.__new__(Calibration)
+    made.choices, made.dbo = (8, 16, 24), DBOConfig(num_ubatches=2)
+    made.mesh = SimpleNamespace(device=torch.device("cuda"))
+    transport = SimpleNamespace(name="deepep", set_num_sms=None, uses_sms=lambda n: n > 256)
+    made.engine = SimpleNamespace(all2all=transport)
+    made.grids = {"prefill": (1024,), "decode": (512, 1024)}
+    assert made._choices_of(Size("decode", 512)) == (8,)
+    assert made._choices_of(Size("decode", 513)) == made._choices_of(Size("prefill", 1024)) == (8, 16, 24)
+    times = {(Size("decode", 512), "overlap", 8): [5.0]}
+    times |= {(Size("decode", 1024), "overlap", n): [float(n)] for n in made.choices}
+    assert [cost.median for cost in made._arm("decode", "overlap", times, [24]).costs] == [5.0, 24.0]

@@ -79,6 +79,10 @@ def flash(q, k, v, prompts, window):
     return torch.cat(outs)
 
 
+def no_plan(**_):
+    raise RuntimeError("[cudnn_frontend] Error: no valid engine configs")
+
+
 class PlainPlan:
     """What a plan of cuDNN computes, from the same tensors: places in elements and lengths."""
 
@@ -110,13 +114,14 @@ class PlainPlan:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("num_padded", [0, 3])
-@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("cudnn", [False, True, "without a plan"])
 def test_plans_hold_in_the_interpreter(name, num_padded, cudnn, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled here")
-    monkeypatch.setattr("moe.attention.cuda._flash", None if cudnn else flash)
-    monkeypatch.setattr("moe.attention.cudnn_packed.takes", lambda *_: cudnn)
-    monkeypatch.setattr("moe.attention.cudnn_packed._plan", PlainPlan)
+    monkeypatch.setattr("moe.attention.cuda._flash", None if cudnn is True else flash)
+    monkeypatch.setattr("moe.attention.cudnn_packed.takes", lambda *_: bool(cudnn))
+    monkeypatch.setattr("moe.attention.cudnn_packed._plan", PlainPlan if cudnn is True else no_plan)
+    cudnn_packed._plan_or_none.cache_clear()
     monkeypatch.setattr("moe.attention.segments.DENSE_UNIT", 8)
     monkeypatch.setattr("moe.attention.segments.DENSE_ROWS", 16)
     config = replace(named_shape("tiny"), num_heads=4, num_kv_heads=2, head_dim=16)
