@@ -149,7 +149,7 @@ def _plan_or_none(**shape: Any) -> _Plan | None:
     try:
         return _plan(**shape)
     except Exception as error:  # of the package's own types
-        logging.warning(
+        logging.getLogger(__name__).warning(
             "cuDNN has no attention for %s, so flash attention serves: %s", shape, error
         )
         return None
