@@ -85,12 +85,18 @@ def abandon(groups: list[AbortableGroup], until: threading.Event) -> threading.T
     what is outstanding. It gives up waiting for the others after `KEEP_LIMIT_S`, or when `until` is set, which must
     happen before the process ends.
     """
-    for made in groups:
-        made.abort()
+    _abort(
+        groups
+    )  # a loop's variable in here would be the last reference, if the thread is fast, and wait in its place
     thread = threading.Thread(target=_drop, args=(list(groups), until), name=DROPPING, daemon=True)
     groups.clear()
     thread.start()
     return thread
+
+
+def _abort(groups: list[AbortableGroup]) -> None:
+    for made in groups:
+        made.abort()
 
 
 def _drop(groups: list[AbortableGroup], until: threading.Event) -> None:

@@ -231,7 +231,9 @@ def merge(sources: Sequence[Path], out: Path) -> None:
         with tempfile.TemporaryDirectory() as unpacked:
             if source.is_file():
                 with tarfile.open(source) as packed:
-                    packed.extractall(unpacked, filter="data")
+                    if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
+                        packed.extraction_filter = tarfile.data_filter
+                    packed.extractall(unpacked)
                 (directory,) = Path(unpacked).iterdir()
             else:
                 directory = source

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dbo import groups
 from dbo.groups import _shut_down, make_group, open_connections
 
 
@@ -77,3 +79,23 @@ def abandon(ctx):
 
 def test_a_group_with_messages_outstanding_is_dropped_at_once(ranks):
     assert max(ranks(2).run(abandon)) < 2
+
+
+def test_what_is_dropped_never_waits_in_the_thread_that_abandons_it(monkeypatch):
+    """Even if the dropping thread has ended before `abandon` goes on."""
+    dropped_in = []
+
+    class Group:
+        def __del__(self):
+            dropped_in.append(threading.current_thread().name)
+
+    class Fast(threading.Thread):
+        def start(self):
+            super().start()
+            self.join()
+
+    monkeypatch.setattr(groups.threading, "Thread", Fast)
+    given = [groups.AbortableGroup(group=Group(), abort=lambda: None) for _ in range(2)]
+    groups.abandon(given, threading.Event())
+    assert given == []
+    assert dropped_in == [groups.DROPPING] * 2

@@ -127,7 +127,8 @@ def test_decode_from_whole_graphs(tiny_models, arm: str, mode: str) -> None:
 
 @pytest.mark.parametrize("arm", ["off", "on", "split"])
 def test_offloaded_experts_give_the_same(tiny_models, arm: str) -> None:
-    """Eagerly and from segments, whole and in ubatches."""
+    """Eagerly and from segments, whole and in ubatches: each as without offloading. The two may differ from each other:
+    in bfloat16 a processor may add up a padded batch in another order."""
     model, answers = tiny_models("qwen3_moe"), []
     prompts = list(enumerate(model.prompts[:10]))
     for count in (0, 3):
@@ -135,8 +136,8 @@ def test_offloaded_experts_give_the_same(tiny_models, arm: str) -> None:
             options = {"dtype": "bfloat16", "offload_layers": count}
             eager, found = run_graphs(mesh, model.directory, prompts, ARMS[arm], "piecewise", (4, 32), options)
         check_graphs(found, ARMS[arm])
-        answers += [eager.answers, found.report.answers]
-    assert all(found == answers[0] for found in answers)
+        answers.append((eager.answers, found.report.answers))
+    assert answers[0] == answers[1]
 
 
 def test_the_options_of_graphs(tiny_models) -> None:
