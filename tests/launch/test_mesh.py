@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbo import groups
 from dbo.errors import ConfigError, PeerFailed
 from launch.mesh import (
     Mesh,
@@ -163,8 +164,23 @@ def fail_and_renew(ctx, times):
             del works, error
             mesh.renew()
             check_groups(mesh)
-            counts.append((threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/dev/fd"))))
+            if attempt in (3, times - 1):
+                counts.append(threads_and_descriptors(counts[0] if counts else None))
     return counts, max(noticed_s)
+
+
+def threads_and_descriptors(before):
+    """Now; if there are more than `before`, after a moment: abandoned groups end in a thread of their own, and peers
+    close their ends when they come to it."""
+    deadline = time.monotonic() + 10
+    while True:
+        now = threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/dev/fd"))
+        dropping = any(thread.name == groups.DROPPING for thread in threading.enumerate())
+        if not dropping and (before is None or all(a <= b for a, b in zip(now, before, strict=True))):
+            return now
+        if time.monotonic() > deadline:
+            return now
+        time.sleep(0.05)
 
 
 def leave_early(ctx):
@@ -208,13 +224,13 @@ def test_options_are_compared(ranks):
 def test_a_failed_step_is_left_behind(ranks, num_ranks):
     for counts, noticed_s in ranks(num_ranks).run(fail_and_renew, 12, timeout=60):
         assert noticed_s < 5
-        assert counts[3] == counts[-1], counts
+        assert all(last <= first for first, last in zip(*counts, strict=True)), counts
 
 
 @pytest.mark.slow
 def test_fifty_failed_steps_leave_nothing(ranks):
     for counts, _ in ranks(4).run(fail_and_renew, 50, timeout=200):
-        assert counts[3] == counts[-1], counts
+        assert all(last <= first for first, last in zip(*counts, strict=True)), counts
 
 
 def test_a_rank_that_leaves_early_is_named(ranks):
