@@ -85,9 +85,7 @@ def abandon(groups: list[AbortableGroup], until: threading.Event) -> threading.T
     what is outstanding. It gives up waiting for the others after `KEEP_LIMIT_S`, or when `until` is set, which must
     happen before the process ends.
     """
-    _abort(
-        groups
-    )  # a loop's variable in here would be the last reference, if the thread is fast, and wait in its place
+    _abort(groups)  # a loop in here would keep the last one, and wait for it where the thread is faster
     thread = threading.Thread(target=_drop, args=(list(groups), until), name=DROPPING, daemon=True)
     groups.clear()
     thread.start()

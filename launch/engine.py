@@ -296,8 +296,7 @@ class Engine:
             return hidden[: schedule.num_tokens]
         slices = make_slices(plan, schedule.query_lens, seq_lens=schedule.seq_lens)
         parts = split_batch(batch, slices)
-        largest = max(max(part.num_tokens_per_rank or (), default=0) for part in parts)
-        largest = max(largest, *(len(part.input_ids) for part in parts))
+        largest = max(n for part in parts for n in (len(part.input_ids), *(part.num_tokens_per_rank or ())))
         with make_partition(self.all2all, dbo.comm_sms, self.mesh.device, largest):
             ends = self.runner(dbo).run(lambda part: self.model(part, self.kv), parts, interleave=dbo.interleave)
         return torch.cat([end[: s.num_tokens] for end, s in zip(ends, slices, strict=True)])
