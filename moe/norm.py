@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual) * weight, x + residual) for x, residual [T, hidden]; residual None is zero."""
+    """(rms_norm(x + residual) * weight, x + residual) for x, residual [T, hidden]; residual None is zero.
+
+    The caller gives `residual` away: the sum may be written into it. Without one the second result is x itself.
+    """
     if x.is_cuda and x.is_contiguous():
         from moe.kernels.norm import add_rms_norm as fused
 

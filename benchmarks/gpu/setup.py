@@ -358,6 +358,11 @@ class Done:
     def result(self) -> Any:
         return self.value
 
+    wait = result
+
+    def pass_turn(self) -> None:
+        """There is nobody else."""
+
 
 class Switch:
     """An `All2All` that hands each call to the one in force: a model's transport, exchanged between arms."""

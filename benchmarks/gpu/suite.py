@@ -111,16 +111,16 @@ PARTS = (
     Part(name="soak", call=3, seconds=200, module="benchmarks.gpu.soak", arguments="--seconds 180"),
     Part(name="auto", call=4, seconds=190, module="benchmarks.gpu.auto", arguments="--ranks {ranks}", ranks=0),
     Part(
-        name="conformance", call=4, seconds=220, module=CONFORMANCE,
-        arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 15",
+        name="conformance", call=4, seconds=110, module=CONFORMANCE,
+        arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 10",
     ),
     Part(
-        name="conformance-options", call=4, seconds=70, module=CONFORMANCE,
-        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 5",
+        name="conformance-options", call=4, seconds=60, module=CONFORMANCE,
+        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 10",
     ),
     Part(
         name="conformance-local", call=4, seconds=25, module=CONFORMANCE,
-        arguments="local --rounds 200 --seconds 5", ranks=1,
+        arguments="local --rounds 200 --seconds 10", ranks=1,
     ),
 )  # fmt: skip
 

@@ -76,11 +76,11 @@ class CudaAttention:
         self._num_decodes = n = int((query_lens == 1).cumprod().sum())
         prompts = query_lens[n:], seq_lens[n:]
         segments = plan_segments(*prompts, config.sliding_window) if num_requests > n else []
-        packed = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
-        self._seq_lens, *of_packed = _to_device([seq_lens, *packed], batch.input_ids.device)
+        read = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
+        ends = iter(_to_device([seq_lens[:n], *read] if n else read, batch.input_ids.device))
         if n:
+            self._seq_lens = next(ends)
             self._num_splits = self._choose_splits(int(seq_lens[:n].max()), batch.input_ids.device)
-        ends = iter(of_packed)
         self._prompts = [self._plan_prompts(s, *prompts, ends) for s in segments]
 
     def attend(
@@ -234,7 +234,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, window: int 
 
 
 def _to_device(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> Sequence[Tensor]:
-    """Each as int32 on the device, by one copy that the host does not wait for."""
+    """Each as int32 on the device, by one copy that the host does not wait for; none for nothing."""
+    if not arrays:
+        return ()
     host = torch.from_numpy(np.concatenate(arrays)).to(torch.int32)
     on_device = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
     parts: Sequence[Tensor] = on_device.split([len(array) for array in arrays])

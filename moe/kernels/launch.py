@@ -1,19 +1,19 @@
-"""Launching a Triton kernel at a third of the host's time.
+"""Launching a Triton kernel at a fourth of the host's time.
 
 Its own file because it is the one place that knows what Triton specialises a kernel on. `kernel[grid](...)` finds its
 compiled form by inspecting every argument in Python, which takes longer than the launch; a layer has ten launches and
 the host's time decides below some ten thousand tokens. `Launcher` looks the compiled form up by what the form depends
-on, no more: types, the alignment of pointers, and whether a number is 1 or a multiple of 16.
+on, no more: types, the alignment of pointers, and whether a number is 1 or a multiple of 16. It hands over addresses: a
+tensor would be asked for its own again, and the driver whether that is on a device. So a tensor that is not on the
+current device is refused in the first launch of a form only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -36,34 +36,44 @@ class Launcher:
         **constants: float,
     ) -> None:
         """Enqueue the kernel on the current stream; `constants` in the order of the signature."""
-        key = (*[_KINDS[type(a)](a) for a in arguments], *constants.values(), num_warps, num_stages)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            run, function, metadata = compiled
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-            run(*grid, stream, function, metadata, *_NO_HOOKS, *arguments, *constants.values())
+        device = torch._C._cuda_getDevice() if self._compiled else -1
+        form: list[Any] = [device, num_warps, num_stages, *constants.values()]
+        passed: list[Any] = []
+        for argument in arguments:  # written out here: a call for each would take as long as the rest
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                form += argument.dtype, not address & 15
+                passed.append(address)
+                continue
+            if type(argument) is int:
+                kind = 1 if argument == 1 else 16 if not argument & 15 else 0
+                form.append(kind if -(1 << 31) <= argument < 1 << 31 else -1 - kind)
+            elif isinstance(argument, TensorDescriptor):
+                form += argument.base.dtype, *argument.block_shape
+            else:
+                form.append(type(argument))
+            passed.append(argument)
+        compiled = self._compiled.get(tuple(form))
+        if compiled is None:
+            self._compile(form, grid, arguments, num_warps, num_stages, constants)
             return
+        run, function, metadata = compiled
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(*grid, stream, function, metadata, *_NO_HOOKS, *passed, *constants.values())
+
+    def _compile(
+        self,
+        form: list[Any],
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+        constants: dict[str, float],
+    ) -> None:
+        """Launch as Triton does, and keep what it has found or compiled."""
         if list(constants) != self._kernel.arg_names[len(arguments) :]:
             raise TypeError(f"{self._kernel.__name__} takes {self._kernel.arg_names}, in this order")
         made = self._kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
         if isinstance(made, CompiledKernel):
-            self._compiled[key] = made.run, made.function, made.packed_metadata
-
-
-def _kind_of_tensor(tensor: Tensor) -> Any:
-    return tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15 == 0
-
-
-def _kind_of_int(number: int) -> Any:
-    return number == 1, number & 15 == 0, -(1 << 31) <= number < 1 << 31
-
-
-_KINDS: dict[type, Callable[[Any], Any]] = {
-    Tensor: _kind_of_tensor,
-    Parameter: _kind_of_tensor,
-    int: _kind_of_int,
-    bool: _kind_of_int,
-    float: lambda _: float,
-    TensorDescriptor: lambda descriptor: (descriptor.base.dtype, *descriptor.block_shape),
-}
-"""What of an argument a compiled form depends on, by the argument's type."""
+            form[0] = torch._C._cuda_getDevice()
+            self._compiled[tuple(form)] = made.run, made.function, made.packed_metadata

@@ -15,7 +15,7 @@ from moe.kernels.sizes import power_of_2
 
 
 @triton.jit
-def _add_rms_norm_kernel(x, residual, weight, normed, summed, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden
@@ -23,8 +23,8 @@ def _add_rms_norm_kernel(x, residual, weight, normed, summed, hidden, eps, ADD: 
     if ADD:
         value += tl.load(residual + row + cols, mask=inside, other=0.0).to(tl.float32)
         # The norm sees the sum as it is stored, so that fused and plain give the same bits.
-        stored = value.to(summed.dtype.element_ty)
-        tl.store(summed + row + cols, stored, mask=inside)
+        stored = value.to(residual.dtype.element_ty)
+        tl.store(residual + row + cols, stored, mask=inside)
         value = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / hidden + eps)
     gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
@@ -37,24 +37,23 @@ _add_rms_norm = Launcher(_add_rms_norm_kernel)
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Give (rms_norm(x + residual) * weight, x + residual) for x, residual [n, hidden]; one launch.
 
-    Without a residual the second result is x itself.
+    The sum is written into `residual`; without one the second result is x itself.
     """
     num_rows, hidden = x.shape
     normed = torch.empty_like(x)
-    summed = x if residual is None else torch.empty_like(x)
+    total = x if residual is None else residual
     if num_rows:
         block = power_of_2(hidden)
         _add_rms_norm(
             (num_rows, 1, 1),
             x,
-            x if residual is None else residual,
+            total,
             weight,
             normed,
-            summed,
             hidden,
             eps,
             ADD=residual is not None,
             BLOCK=block,
             num_warps=4 if block <= 2048 else 8,
         )
-    return normed, summed
+    return normed, total

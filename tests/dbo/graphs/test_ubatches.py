@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dbo.work
 from dbo.context import current_ubatch_id
 from dbo.graphs.breakable import EagerPart, Segment, eager_break_during_capture
 from dbo.graphs.descriptor import BatchDescriptor, step_context
@@ -266,7 +267,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
     made = Lanes()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.comm)
     monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(made))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
+    monkeypatch.setattr(dbo.work, "_current_stream", lambda device: made.current)
     return made
 
 

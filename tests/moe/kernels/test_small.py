@@ -23,8 +23,9 @@ def rms(x, gain, eps):
 def test_add_rms_norm(hidden, with_residual, device, dtype):
     x, residual = torch.randn(2, 9, hidden, device=device).to(dtype)
     gain = torch.rand(hidden, device=device).to(dtype)
+    total = x + residual if with_residual else x
     normed, summed = add_rms_norm(x, residual if with_residual else None, gain, 1e-6)
-    assert torch.equal(summed, x + residual if with_residual else x)
+    assert torch.equal(summed, total)
     assert close(normed, rms(summed, gain, 1e-6))
 
 
