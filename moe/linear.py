@@ -1,4 +1,4 @@
-"""Matrix products with weights that never change: `make_linear`.
+"""Matrix products with weights that never change: `make_linear`, and `make_head` for logits.
 
 Its own file because the fastest form depends on device and dtype, and layers should not know. On CPU in float32 the
 weight is kept in oneDNN's blocked layout: with a few rows, when a product costs what reading the weight costs, that is
@@ -32,6 +32,26 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The same, reading `weight` where it is in every call."""
     return lambda x: F.linear(x, weight, bias)
+
+
+def make_head(weight: Tensor) -> Linear:
+    """`x [n, k] -> x @ weight.T [n, m]` in float32, n may be 0.
+
+    Half-precision products on CUDA are not rounded on their way out: in bfloat16 logits of 16 to 32 lie 0.125 apart,
+    and many tokens would be equally likely.
+    """
+    if not (weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
+        linear = make_linear(weight)
+        return lambda x: linear(x).float()
+    columns = weight.t()
+    num_columns = weight.shape[0]
+
+    def head(x: Tensor) -> Tensor:
+        if not x.shape[0]:
+            return x.new_empty(0, num_columns, dtype=torch.float32)
+        return torch.mm(x, columns, out_dtype=torch.float32)
+
+    return head
 
 
 def _can_pack(weight: Tensor) -> bool:

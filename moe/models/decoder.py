@@ -27,7 +27,7 @@ from moe.config import ModelConfig
 from moe.experts import ExpertWeights
 from moe.kv_cache import KVCache
 from moe.layer import MoELayer
-from moe.linear import Linear, make_linear
+from moe.linear import Linear, make_head, make_linear
 from moe.models.family import Family
 from moe.norm import add_rms_norm
 from moe.router import Router
@@ -57,7 +57,7 @@ class Model:
         self._rotary = Rotary(config, self.device)
         self.offloader: Offloader | None = None  # of weights that are not always here
         self._final_norm = params.pop("final_norm")
-        self._head = make_linear(self.embedding if config.tie_embeddings else params.pop("head"))
+        self._head = make_head(self.embedding if config.tie_embeddings else params.pop("head"))
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -82,7 +82,7 @@ class Model:
     @torch.inference_mode()
     def compute_logits(self, rows: Tensor) -> Tensor:
         """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
-        return self._head(add_rms_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[0]).float()
+        return self._head(add_rms_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[0])
 
 
 @dataclass(kw_only=True)

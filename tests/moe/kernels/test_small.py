@@ -9,6 +9,7 @@ from moe.kernels.key_slots import key_slots
 from moe.kernels.norm import add_rms_norm
 from moe.kernels.rope import rotate_and_cache
 from moe.kernels.topk import softmax_topk
+from moe.linear import make_head
 from moe.router import route
 from tests.moe.kernels.test_grouped import close
 
@@ -78,6 +79,14 @@ def test_rotate_and_cache(heads, kv_heads, head_dim, norm, device, dtype):
     untouched = [slot for slot in range(12) if slot not in slots.tolist()]
     assert not k_cache.view(12, -1)[untouched].any()
     assert not v_cache.view(12, -1)[untouched].any()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_a_head_does_not_round_its_logits(num_rows, device, dtype):
+    x, weight = torch.randn(num_rows, 64, device=device).to(dtype), 4 * torch.randn(96, 64, device=device).to(dtype)
+    logits = make_head(weight)(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu  # the interpreter rounds 8-bit floats wrongly
