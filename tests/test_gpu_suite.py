@@ -136,6 +136,17 @@ def test_sizes_whose_gate_failed_have_no_figures():
     assert summary.of_prefill(found) == {}
 
 
+def test_calls_that_others_disturbed_do_not_count_as_quiet(monkeypatch):
+    sticks = iter([0.10, 0.10, 0.12, 0.10, 0.10, 0.20, 0.21, 0.20])  # before and after each of four calls
+    monkeypatch.setattr(setup, "yardstick", lambda: next(sticks))
+    calls = iter([0.0, 0.0, 0.03, 0.03])
+    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    times = setup.time_arms({"arm": lambda: time.sleep(next(calls))}, mesh, rounds=4, warmup=0)["arm"]
+    assert len(times.host_ms) == 4
+    assert times.host > 1 > max(times.quiet_ms)
+    assert len(times.quiet_ms) == 2
+
+
 def test_covered_time_is_a_union():
     assert covered([(5, 7), (0, 2), (1, 3), (1.5, 2)]) == 5
     assert covered([]) == 0

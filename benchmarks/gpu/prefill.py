@@ -10,6 +10,7 @@ about 30 GB/s each way with them.
     overlap efficiency = (whole - overlap) / (whole - max(compute alone, messages alone)), 1.0 being the limit
 
 `four`: with so many ubatches.
+`host_quiet`: the host's time in calls that no other program disturbed (`Times.quiet_ms`), of so many (`num_quiet`).
 `host_profile`: where the host's time goes in overlap, by function, under Python's profiler (which adds to short ones).
 `bare` is whole without any overlap machinery. `threads` take their turns on the caller's core, `threads_free` wherever
 the system puts them.
@@ -215,6 +216,10 @@ def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
 def per_layer(times: Times, num_layers: int) -> dict[str, Any]:
     low, middle, high = np.percentile(times.host_ms, (10, 50, 90)) / num_layers
     host = {"host": float(middle), "host_low": float(low), "host_high": float(high)}
+    if times.quiet_ms:
+        quiet = np.percentile(times.quiet_ms, (50, 10, 90)) / num_layers
+        host |= dict(zip(("host_quiet", "host_quiet_low", "host_quiet_high"), quiet.tolist(), strict=True))
+        host["num_quiet"] = len(times.quiet_ms)
     return {**times.figure("ms/layer", 1 / num_layers), **host}
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,11 @@ SHORTEST, LONGEST = 64, 264  # contexts of decodes
 GREEN_BELOW = 16  # SMs of the all2all: with more a green context has never been the best form
 
 
-def command() -> str:
-    """How this program was called, as one would type it."""
-    return " ".join(["python -m benchmarks.gpu." + Path(sys.argv[0]).stem, *sys.argv[1:]])
+def command(package: str = "benchmarks.gpu") -> str:
+    """How this program was called, as one would type it: no result says in which directories."""
+    program, *words = sys.argv
+    shown = [Path(word).name if before == "--out" else word for before, word in pairwise([program, *words])]
+    return " ".join([f"python -m {package}.{Path(program).stem}", *shown])
 
 
 def numbers(text: str) -> list[int]:
@@ -395,12 +398,21 @@ class Switch:
 # ------------------------------------------------------------------ arms and timing
 
 
+QUIET = 1.25
+"""A call was undisturbed if a fixed piece of Python, before and after it, took at most so many times the least."""
+
+
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds over the rounds: of the call on the host, and until the device was done (largest over ranks)."""
+    """Milliseconds over the rounds: of the call on the host, and until the device was done (largest over ranks).
+
+    quiet_ms: of the calls, on any rank, that nobody disturbed. On a rented machine other programs use the other half of
+    a core, and all Python then takes twice as long, for a second or for minutes.
+    """
 
     host_ms: list[float]
     total_ms: list[float]
+    quiet_ms: list[float]
 
     @property
     def median(self) -> float:
@@ -423,26 +435,40 @@ def time_arms(
     for arm in arms.values():
         for _ in range(warmup):
             arm()
-    host: dict[str, list[float]] = {name: [] for name in arms}
-    total: dict[str, list[float]] = {name: [] for name in arms}
+    own: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(arms), len(arms)):
             clock.synchronize()
             meet(mesh)
+            before = yardstick()
             start = time.perf_counter()
             arms[name]()
             called = time.perf_counter()
             clock.synchronize()
-            host[name].append((called - start) * 1e3)
-            total[name].append((time.perf_counter() - start) * 1e3)
-    found = {}
-    for name in arms:
-        times = torch.tensor([host[name], total[name]])
-        if mesh.world_size > 1:
-            torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX, group=mesh.agreement_group)
-        found[name] = Times(times[0].tolist(), times[1].tolist())
-    return found
+            total = time.perf_counter() - start
+            own[name].append(((called - start) * 1e3, total * 1e3, max(before, yardstick())))
+    times = torch.tensor([own[name] for name in arms], dtype=torch.float64)
+    everyone = [torch.empty_like(times) for _ in range(mesh.world_size)]
+    if mesh.world_size > 1:
+        torch.distributed.all_gather(everyone, times, group=mesh.agreement_group)
+    else:
+        everyone = [times]
+    host, total_ms, sticks = torch.stack(everyone).unbind(-1)  # each [ranks, arms, rounds]
+    quiet = sticks <= QUIET * sticks.min()
+    return {
+        name: Times(host[:, k].amax(0).tolist(), total_ms[:, k].amax(0).tolist(), host[:, k][quiet[:, k]].tolist())
+        for k, name in enumerate(arms)
+    }
+
+
+def yardstick() -> float:
+    """Milliseconds that a fixed piece of Python takes now."""
+    start = time.perf_counter()
+    total = 0
+    for i in range(2000):
+        total += i
+    return (time.perf_counter() - start) * 1e3
 
 
 def meet(mesh: Mesh) -> None:

@@ -83,6 +83,10 @@ def of_slow_link(n: int, arms: dict[str, Figure], compute_whole: Figure) -> dict
             figures[f"host_ms_per_layer_overlap_{n}{name}"] = single(
                 arm["host"], "ms", arm.get("host_low"), arm.get("host_high")
             )
+            if "host_quiet" in arm:  # of calls that no other program disturbed
+                figures[f"host_ms_per_layer_overlap_{n}{name}_quiet"] = single(
+                    arm["host_quiet"], "ms", arm["host_quiet_low"], arm["host_quiet_high"]
+                )
     return figures
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.setup import command
 from dbo.errors import ConfigError
 from dbo.runner import UBatchRunner
 from launch.mesh import Mesh
@@ -233,7 +234,9 @@ def main() -> None:
         for named in args.backends:
             found[named] = run_backend(mesh, named, args)
             if args.out is not None and mesh.rank == 0:
-                args.out.write_text(json.dumps({"command": " ".join(sys.argv), "backends": found}, indent=1) + "\n")
+                args.out.write_text(
+                    json.dumps({"command": command("tests.moe.gpu"), "backends": found}, indent=1) + "\n"
+                )
             if not found[named]["passed"]:
                 sys.exit(1)  # what it left on the device would be in the way of the others
 
