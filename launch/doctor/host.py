@@ -1,4 +1,4 @@
-"""What a rank finds out alone: versions, variables, limits, memory, disk, addresses, GPUs.
+"""What a rank finds out alone: versions, variables, limits, memory, disk, addresses, GPUs, its pace.
 
 Its own file because none of it needs another rank; each check is a `gather_*`, which reads the machine, and a
 `judge_*`, which is pure. The table of combinations known to fail is here too.
@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -413,6 +414,42 @@ def judge_rdma(facts: Mapping[int, Facts], cohort: Cohort) -> Iterator[Finding]:
             yield Finding(level="warn", ranks=(rank,), what=what, remedy=remedy)
 
 
+_PACE_S = 0.5
+_UNEVEN = 1.5  # times the least; a stranger on the other half of a core makes it nearly 2
+
+
+def gather_pace(_: Site) -> Facts:
+    """Microseconds that a fixed piece of Python takes, again and again for half a second."""
+    took: list[float] = []
+    end = time.perf_counter() + _PACE_S
+    while not took or time.perf_counter() < end:
+        start = time.perf_counter()
+        total = 0
+        for i in range(4000):
+            total += i
+        took.append((time.perf_counter() - start) * 1e6)
+    took.sort()
+    return {"least": took[0], "median": took[len(took) // 2], "p90": took[len(took) * 9 // 10]}
+
+
+def judge_pace(facts: Mapping[int, Facts], _: Cohort) -> Iterator[Finding]:
+    """Eager steps wait for the host below some ten thousand tokens, and all ranks for the slowest one."""
+    if not facts:
+        return
+    remedy = (
+        "look for other programs there; on rented machines they may be strangers', on the other half of a core. Graphs "
+        "need little of the host: --cudagraph-mode full-and-piecewise"
+    )
+    best = min(facts, key=lambda rank: facts[rank]["median"])
+    for rank, found in facts.items():
+        uneven, slower = found["p90"] / found["least"], found["median"] / facts[best]["median"]
+        if max(uneven, slower) > _UNEVEN:
+            what = f"Python runs unevenly: up to {uneven:.1f} times as long as at best"
+            if slower > _UNEVEN:
+                what = f"Python takes {slower:.1f} times as long as on rank {best}"
+            yield Finding(level="warn", ranks=(rank,), what=what, remedy=remedy)
+
+
 # -------------------------------------------------------------------------------------------------------- the checks
 
 
@@ -454,6 +491,10 @@ def _show_gpu(facts: Facts) -> str:
     return f"{facts['name']}{links}, direct access to GPU {', '.join(reached) or 'none'}"
 
 
+def _show_pace(facts: Facts) -> str:
+    return f"a piece of Python takes {facts['median']:.0f} us, at best {facts['least']:.0f}, p90 {facts['p90']:.0f}"
+
+
 def _show_rdma(facts: Facts) -> str:
     ports: dict[str, Any] = facts["ports"]
     return f"{_pairs(ports) or 'no ports'}; IBGDA {'on' if facts['ibgda'] else 'off'}"
@@ -472,6 +513,9 @@ CHECKS: Sequence[Check] = (
     Check(name="address", needs="rank", limit_s=10, gather=gather_address, judge=judge_address, show=_show_address),
     Check(
         name="gpu", needs="rank", limit_s=30, gather=gather_gpu, judge=judge_gpu, show=_show_gpu, devices=("cuda",)
+    ),
+    Check(
+        name="pace", needs="rank", limit_s=5, gather=gather_pace, judge=judge_pace, show=_show_pace, devices=("cuda",)
     ),
     Check(
         name="rdma", needs="rank", limit_s=5, gather=gather_rdma, judge=judge_rdma, show=_show_rdma, devices=("cuda",)

@@ -189,6 +189,23 @@ def test_rdma_matters_between_hosts():
     assert found(host.judge_rdma, {1: {**plain, "ibgda": True}}, TWO_HOSTS) == []
 
 
+def test_a_host_that_others_slow_down():
+    even = {"least": 100.0, "median": 102.0, "p90": 130.0}
+    assert found(host.judge_pace, {0: even, 1: {"least": 110.0, "median": 140.0, "p90": 150.0}}) == []
+    uneven, slow = {"least": 100.0, "median": 103.0, "p90": 190.0}, {"least": 195.0, "median": 204.0, "p90": 210.0}
+    assert found(host.judge_pace, {0: even, 1: uneven}) == [
+        ("warn", (1,), "Python runs unevenly: up to 1.9 times as long as at best")
+    ]
+    assert found(host.judge_pace, {0: slow, 1: even}) == [("warn", (0,), "Python takes 2.0 times as long as on rank 1")]
+    assert found(host.judge_pace, {}) == []
+
+
+def test_a_pace():
+    pace = host.gather_pace(mock.Mock())
+    assert 0 < pace["least"] <= pace["median"] <= pace["p90"] < 1e5
+    assert "us" in next(check for check in host.CHECKS if check.name == "pace").show(pace)
+
+
 def test_clocks():
     facts = {0: {"ahead_s": 0.0, "error_s": 0.0}, 1: {"ahead_s": -30.0, "error_s": 0.1}}
     assert found(links.judge_clock, facts) == [("fail", (1,), "its clock is 30.0 s behind rank 0's")]
