@@ -13,7 +13,8 @@ from torch import Tensor
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) * weight, x + residual) for x, residual [T, hidden]; residual None is zero.
 
-    The caller gives `residual` away: the sum may be written into it. Without one the second result is x itself.
+    The caller gives `residual` away, which is contiguous: the sum may be written into it. Without one the second result
+    is x itself, so x is given away to the next call.
     """
     if x.is_cuda and x.is_contiguous():
         from moe.kernels.norm import add_rms_norm as fused

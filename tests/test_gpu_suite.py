@@ -143,7 +143,7 @@ def test_calls_that_others_disturbed_do_not_count_as_quiet(monkeypatch):
     mesh = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     times = setup.time_arms({"arm": lambda: time.sleep(next(calls))}, mesh, rounds=4, warmup=0)["arm"]
     assert len(times.host_ms) == 4
-    assert times.host > 1 > max(times.quiet_ms)
+    assert times.host > 10 > max(times.quiet_ms)
     assert len(times.quiet_ms) == 2
 
 

@@ -52,7 +52,7 @@ GREEN_BELOW = 16  # SMs of the all2all: with more a green context has never been
 
 
 def command(package: str = "benchmarks.gpu") -> str:
-    """How this program was called, as one would type it: no result says in which directories."""
+    """How this program was called, as one would type it, with the name alone of what comes after `--out`."""
     program, *words = sys.argv
     shown = [Path(word).name if before == "--out" else word for before, word in pairwise([program, *words])]
     return " ".join([f"python -m {package}.{Path(program).stem}", *shown])
@@ -406,8 +406,8 @@ QUIET = 1.25
 class Times:
     """Milliseconds over the rounds: of the call on the host, and until the device was done (largest over ranks).
 
-    quiet_ms: of the calls, on any rank, that nobody disturbed. On a rented machine other programs use the other half of
-    a core, and all Python then takes twice as long, for a second or for minutes.
+    quiet_ms: of the calls, in rounds in which nobody disturbed any rank. On a rented machine other programs use the
+    other half of a core, and all Python then takes twice as long, for a second or for minutes.
     """
 
     host_ms: list[float]
@@ -440,8 +440,8 @@ def time_arms(
     for _ in range(rounds):
         for name in order.sample(list(arms), len(arms)):
             clock.synchronize()
-            meet(mesh)
             before = yardstick()
+            meet(mesh)
             start = time.perf_counter()
             arms[name]()
             called = time.perf_counter()
@@ -455,10 +455,10 @@ def time_arms(
     else:
         everyone = [times]
     host, total_ms, sticks = torch.stack(everyone).unbind(-1)  # each [ranks, arms, rounds]
-    quiet = sticks <= QUIET * sticks.min()
+    quiet = (sticks <= QUIET * sticks.min()).all(0)
+    host, total_ms = host.amax(0), total_ms.amax(0)
     return {
-        name: Times(host[:, k].amax(0).tolist(), total_ms[:, k].amax(0).tolist(), host[:, k][quiet[:, k]].tolist())
-        for k, name in enumerate(arms)
+        name: Times(host[k].tolist(), total_ms[k].tolist(), host[k][quiet[k]].tolist()) for k, name in enumerate(arms)
     }
 
 

@@ -76,12 +76,12 @@ class CudaAttention:
         self._num_decodes = n = int((query_lens == 1).cumprod().sum())
         prompts = query_lens[n:], seq_lens[n:]
         segments = plan_segments(*prompts, config.sliding_window) if num_requests > n else []
-        read = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
-        ends = iter(_to_device([seq_lens[:n], *read] if n else read, batch.input_ids.device))
+        offsets = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
+        parts = iter(_to_device([seq_lens[:n], *offsets] if n else offsets, batch.input_ids.device))
         if n:
-            self._seq_lens = next(ends)
+            self._decode_lens = next(parts)
             self._num_splits = self._choose_splits(int(seq_lens[:n].max()), batch.input_ids.device)
-        self._prompts = [self._plan_prompts(s, *prompts, ends) for s in segments]
+        self._prompts = [self._plan_prompts(s, *prompts, parts) for s in segments]
 
     def attend(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
@@ -141,7 +141,7 @@ class CudaAttention:
             keys.unflatten(0, block_shape),
             values.unflatten(0, block_shape),
             self._batch.block_tables,
-            self._seq_lens,
+            self._decode_lens,
             window=self._config.sliding_window,
             num_splits=self._num_splits,
         )
@@ -166,7 +166,7 @@ class CudaAttention:
 
     def _plan_fixed(self, fixed: FixedInputs) -> None:
         self._num_rows = self._batch.input_ids.shape[0]
-        self._seq_lens, self._num_decodes, self._prompts = fixed.seq_lens, 0, []
+        self._decode_lens, self._num_decodes, self._prompts = fixed.seq_lens, 0, []
         if fixed.uniform_decode:
             self._num_decodes = self._num_rows
             self._num_splits = self._choose_splits(fixed.max_seq_len, self._batch.input_ids.device)

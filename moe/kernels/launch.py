@@ -3,9 +3,9 @@
 Its own file because it is the one place that knows what Triton specialises a kernel on. `kernel[grid](...)` finds its
 compiled form by inspecting every argument in Python, which takes longer than the launch; a layer has ten launches and
 the host's time decides below some ten thousand tokens. `Launcher` looks the compiled form up by what the form depends
-on, no more: types, the alignment of pointers, and whether a number is 1 or a multiple of 16. It hands over addresses: a
-tensor would be asked for its own again, and the driver whether that is on a device. So a tensor that is not on the
-current device is refused in the first launch of a form only.
+on, no more: types, the alignment of pointers, and whether a number is 1 or a multiple of 16. It hands over addresses:
+given a tensor, Triton asks for its address again and has the driver check it. So a tensor on the CPU is refused in the
+first launch of a form only.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Launcher:
                 form.append(kind if -(1 << 31) <= argument < 1 << 31 else -1 - kind)
             elif isinstance(argument, TensorDescriptor):
                 form += argument.base.dtype, *argument.block_shape
-            else:
+            elif argument is None or type(argument) in (float, bool):
                 form.append(type(argument))
+            else:  # Triton may know values of it apart
+                raise TypeError(f"{self._kernel.__name__} is given a {type(argument).__name__}")
             passed.append(argument)
         compiled = self._compiled.get(tuple(form))
         if compiled is None:

@@ -39,6 +39,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
     The sum is written into `residual`; without one the second result is x itself.
     """
+    assert residual is None or residual.is_contiguous()
     num_rows, hidden = x.shape
     normed = torch.empty_like(x)
     total = x if residual is None else residual

@@ -102,7 +102,10 @@ class Layer:
         plan: AttentionPlan,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], what the part before gave, and the stream it is yet to be added to -> the same after this layer."""
+        """x [T, H], what the part before gave, and the stream it is yet to be added to -> the same after this layer.
+
+        Both are given away: the stream is added to in place where the device can.
+        """
         normed, residual = self.attention_norm(x, residual)
         normed, residual = self.mlp_norm(self.attention(normed, angles, plan), residual)
         return self.mlp(normed, batch), residual

@@ -97,3 +97,13 @@ def test_another_device_has_forms_of_its_own(kernel, monkeypatch):
 def test_constants_in_another_order_are_refused(kernel):
     with pytest.raises(TypeError, match="in this order"):
         Launcher(kernel)((1, 1, 1), BASE, 16, BLOCK=8, scale=0.5)
+
+
+class Width(int):
+    """A kind of number whose value a compiler may look at."""
+
+
+@pytest.mark.parametrize("argument", [Width(5), (1, 2), "text"])
+def test_kinds_that_nobody_has_thought_of_are_refused(argument, kernel):
+    with pytest.raises(TypeError, match="is given a"):
+        Launcher(kernel)((1, 1, 1), BASE, argument, 0.5, BLOCK=8)

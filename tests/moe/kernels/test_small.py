@@ -22,11 +22,12 @@ def rms(x, gain, eps):
 @pytest.mark.parametrize("hidden", [96, 576, 2048])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_add_rms_norm(hidden, with_residual, device, dtype):
-    x, residual = torch.randn(2, 9, hidden, device=device).to(dtype)
+    x, residual = torch.randn(2, 9, hidden, device=device).to(dtype).unbind()
     gain = torch.rand(hidden, device=device).to(dtype)
     total = x + residual if with_residual else x
     normed, summed = add_rms_norm(x, residual if with_residual else None, gain, 1e-6)
     assert torch.equal(summed, total)
+    assert summed is (residual if with_residual else x)
     assert close(normed, rms(summed, gain, 1e-6))
 
 
