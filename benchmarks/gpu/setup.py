@@ -449,11 +449,10 @@ def time_arms(
             total = time.perf_counter() - start
             own[name].append(((called - start) * 1e3, total * 1e3, max(before, yardstick())))
     times = torch.tensor([own[name] for name in arms], dtype=torch.float64)
-    everyone = [torch.empty_like(times) for _ in range(mesh.world_size)]
+    everyone = [times]
     if mesh.world_size > 1:
+        everyone = [torch.empty_like(times) for _ in range(mesh.world_size)]
         torch.distributed.all_gather(everyone, times, group=mesh.agreement_group)
-    else:
-        everyone = [times]
     host, total_ms, sticks = torch.stack(everyone).unbind(-1)  # each [ranks, arms, rounds]
     quiet = (sticks <= QUIET * sticks.min()).all(0)
     host, total_ms = host.amax(0), total_ms.amax(0)
