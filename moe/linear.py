@@ -44,11 +44,10 @@ def make_head(weight: Tensor) -> Linear:
         linear = make_linear(weight)
         return lambda x: linear(x).float()
     columns = weight.t()
-    num_columns = weight.shape[0]
 
     def head(x: Tensor) -> Tensor:
         if not x.shape[0]:
-            return x.new_empty(0, num_columns, dtype=torch.float32)
+            return x.new_empty(0, columns.shape[1], dtype=torch.float32)
         return torch.mm(x, columns, out_dtype=torch.float32)
 
     return head

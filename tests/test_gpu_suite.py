@@ -138,7 +138,7 @@ def test_sizes_whose_gate_failed_have_no_figures():
 
 def test_calls_that_others_disturbed_do_not_count_as_quiet(monkeypatch):
     sticks = iter([0.10, 0.10, 0.12, 0.10, 0.10, 0.20, 0.21, 0.20])  # before and after each of four calls
-    monkeypatch.setattr(setup, "yardstick", lambda: next(sticks))
+    monkeypatch.setattr(setup, "yardstick_us", lambda: next(sticks))
     calls = iter([0.0, 0.0, 0.03, 0.03])
     mesh = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     times = setup.time_arms({"arm": lambda: time.sleep(next(calls))}, mesh, rounds=4, warmup=0)["arm"]

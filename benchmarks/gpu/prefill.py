@@ -214,13 +214,12 @@ def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
 
 
 def per_layer(times: Times, num_layers: int) -> dict[str, Any]:
-    low, middle, high = np.percentile(times.host_ms, (10, 50, 90)) / num_layers
-    host = {"host": float(middle), "host_low": float(low), "host_high": float(high)}
-    if times.quiet_ms:
-        quiet = np.percentile(times.quiet_ms, (50, 10, 90)) / num_layers
-        host |= dict(zip(("host_quiet", "host_quiet_low", "host_quiet_high"), quiet.tolist(), strict=True))
-        host["num_quiet"] = len(times.quiet_ms)
-    return {**times.figure("ms/layer", 1 / num_layers), **host}
+    found = {**times.figure("ms/layer", 1 / num_layers), "num_quiet": len(times.quiet_ms)}
+    for name, values in (("host", times.host_ms), ("host_quiet", times.quiet_ms)):
+        if values:
+            low, middle, high = np.percentile(values, (10, 50, 90)) / num_layers
+            found |= {name: float(middle), f"{name}_low": float(low), f"{name}_high": float(high)}
+    return found
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from dbo.runner import UBatchRunner
 from dbo.slices import make_slices, split_batch
 from dbo.sm_partition import SMPartition
 from dbo.work import Comm, Work
+from launch.doctor.host import yardstick_us
 from launch.mesh import Mesh
 from moe.all2all.base import All2All, Capabilities, Dispatched, expert_range
 from moe.all2all.deepep_ht import DeepEPHighThroughput
@@ -399,7 +400,7 @@ class Switch:
 
 
 QUIET = 1.25
-"""A call was undisturbed if a fixed piece of Python, before and after it, took at most so many times the least."""
+"""A call was undisturbed if `yardstick_us`, before and after it, was at most so many times the least."""
 
 
 @dataclass(frozen=True)
@@ -440,14 +441,14 @@ def time_arms(
     for _ in range(rounds):
         for name in order.sample(list(arms), len(arms)):
             clock.synchronize()
-            before = yardstick()
+            before = yardstick_us()
             meet(mesh)
             start = time.perf_counter()
             arms[name]()
             called = time.perf_counter()
             clock.synchronize()
             total = time.perf_counter() - start
-            own[name].append(((called - start) * 1e3, total * 1e3, max(before, yardstick())))
+            own[name].append(((called - start) * 1e3, total * 1e3, max(before, yardstick_us())))
     times = torch.tensor([own[name] for name in arms], dtype=torch.float64)
     everyone = [times]
     if mesh.world_size > 1:
@@ -459,15 +460,6 @@ def time_arms(
     return {
         name: Times(host[k].tolist(), total_ms[k].tolist(), host[k][quiet[k]].tolist()) for k, name in enumerate(arms)
     }
-
-
-def yardstick() -> float:
-    """Milliseconds that a fixed piece of Python takes now."""
-    start = time.perf_counter()
-    total = 0
-    for i in range(2000):
-        total += i
-    return (time.perf_counter() - start) * 1e3
 
 
 def meet(mesh: Mesh) -> None:

@@ -80,13 +80,11 @@ def of_slow_link(n: int, arms: dict[str, Figure], compute_whole: Figure) -> dict
     for driver, name in (("greenlet", ""), ("threads", "_threads"), ("free", "_threads_free")):
         if any(arm.startswith(f"overlap_{driver}") for arm in arms):
             arm = best_overlap(arms, driver)
-            figures[f"host_ms_per_layer_overlap_{n}{name}"] = single(
-                arm["host"], "ms", arm.get("host_low"), arm.get("host_high")
-            )
-            if "host_quiet" in arm:  # of calls that no other program disturbed
-                figures[f"host_ms_per_layer_overlap_{n}{name}_quiet"] = single(
-                    arm["host_quiet"], "ms", arm["host_quiet_low"], arm["host_quiet_high"]
-                )
+            for host, which in (("host", ""), ("host_quiet", "_quiet")):  # quiet: no other program disturbed the call
+                if host in arm:
+                    figures[f"host_ms_per_layer_overlap_{n}{name}{which}"] = single(
+                        arm[host], "ms", arm.get(f"{host}_low"), arm.get(f"{host}_high")
+                    )
     return figures
 
 

@@ -46,8 +46,7 @@ class Launcher:
                 passed.append(address)
                 continue
             if type(argument) is int:
-                kind = 1 if argument == 1 else 16 if not argument & 15 else 0
-                form.append(kind if -(1 << 31) <= argument < 1 << 31 else -1 - kind)
+                form += argument == 1, not argument & 15, -(1 << 31) <= argument < 1 << 31
             elif isinstance(argument, TensorDescriptor):
                 form += argument.base.dtype, *argument.block_shape
             elif argument is None or type(argument) in (float, bool):

@@ -42,11 +42,10 @@ def _layout_kernel(
     counting: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
     each: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     if program < counting:
-        first = program * EXPERTS
         slots = tl.arange(0, CHUNK)
         num_slots = num_tokens * NUM_TOPK
         hits = tl.zeros([EXPERTS, CHUNK], tl.int32)
-        experts = first + tl.arange(0, EXPERTS)
+        experts = program * EXPERTS + tl.arange(0, EXPERTS)
         for start in tl.range(0, num_slots, CHUNK, num_stages=3):
             chosen = tl.load(topk_idx + start + slots, mask=start + slots < num_slots, other=-1).to(tl.int32)
             hits += (chosen[None, :] == experts[:, None]).to(tl.int32)

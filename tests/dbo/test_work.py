@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dbo.work
 from dbo.context import current_ubatch_id
 from dbo.errors import ConfigError, PeerFailed
 from dbo.runner import UBatchRunner
@@ -28,6 +29,25 @@ def logged(comm: Comm, log: list[str], value: int, label: str = "x") -> Any:
         return finish
 
     return comm.start(launch, label=label)
+
+
+def test_the_current_stream_is_that_of_now_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept by what it is, so a stream that somebody else made current is not taken for the one before."""
+    now = {0: (7, 0, 1), 1: (7, 1, 1)}  # of each device, as torch names it: id, device, kind of device
+    here = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", now.__getitem__, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream {now[device.index or here[0]]}")
+    monkeypatch.setattr(dbo.work, "_streams", {})
+    any_cuda, first, second = (torch.device(name) for name in ("cuda", "cuda:0", "cuda:1"))
+    for _ in range(2):
+        assert dbo.work._current_stream(first) == dbo.work._current_stream(any_cuda) == "stream (7, 0, 1)"
+        assert dbo.work._current_stream(second) == "stream (7, 1, 1)"
+        now[0] = (9, 0, 1)
+        assert dbo.work._current_stream(first) == "stream (9, 0, 1)"
+        now[0] = (7, 0, 1)
+    here[0] = 1
+    assert dbo.work._current_stream(any_cuda) == "stream (7, 1, 1)"
 
 
 def test_early_order_launches_at_the_start() -> None:

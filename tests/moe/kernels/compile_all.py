@@ -42,8 +42,8 @@ Form = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int, ...], Any], di
 def record(forms: dict[str, Form]) -> None:
     """From now on launches put what they would compile into `forms`."""
 
-    def launch(
-        self: Launcher, grid: Any, *arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+    def note(
+        self: Launcher, form: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int, constants: Any
     ) -> None:
         kernel = self._kernel
         names = kernel.arg_names
@@ -52,15 +52,19 @@ def record(forms: dict[str, Form]) -> None:
             signature[name] = mangle_type(argument)
             if type(argument) is int and argument == 1:
                 signature[name], fixed[name] = "constexpr", 1
-            elif isinstance(argument, Tensor) or (type(argument) is int and not argument & 15):
+            elif isinstance(argument, Tensor | int) and not address_or_number(argument) & 15:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
         assert list(signature) == names, f"{kernel.__name__} takes {names}"
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        form = kernel, signature, fixed, attributes, options
-        forms[f"{kernel.__name__} {list(signature.values())} {fixed} {attributes} {options}"] = form
+        name = f"{kernel.__name__} {list(signature.values())} {fixed} {attributes} {options}"
+        forms[name] = kernel, signature, fixed, attributes, options
 
-    Launcher.__call__ = launch  # type: ignore[method-assign]
+    Launcher._compile = note  # type: ignore[method-assign]
+
+
+def address_or_number(argument: Tensor | int) -> int:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def call_all() -> None:

@@ -85,6 +85,14 @@ def test_other_kinds_do_not(tensor, number, block, kernel):
     assert len(kernel.launched) == 2
 
 
+def test_one_is_not_any_other_odd_number(kernel):
+    """Triton puts it into the code."""
+    launch = Launcher(kernel)
+    for number in (17, 1, 3, 1):
+        launch((1, 1, 1), BASE, number, 0.5, BLOCK=8)
+    assert kernel.num_compiled == 2
+
+
 def test_another_device_has_forms_of_its_own(kernel, monkeypatch):
     launch = Launcher(kernel)
     for device in (0, 1, 0, 1):
