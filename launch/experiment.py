@@ -25,6 +25,7 @@ from dbo.errors import ConfigError
 from dbo.trace import Tracer
 from launch.ceiling import StepBreakdown, StepMeter, join_breakdowns, steps_to_measure, why_too_large
 from launch.engine import Engine, RunResult, StepRecord, sample_chunks
+from launch.power import PowerMeter
 from launch.report import ArmResult, Gate, Latencies, RoundTimes
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Request
@@ -131,6 +132,8 @@ class Round:
     ttft_ms: list[float]  # of each request, from its arrival to its first token
     itl_ms: list[float]  # of each request with two tokens or more: the mean time between them
     sent: tuple[int, int] | None  # messages and bytes; None where the transport does not know
+    joules: float | None  # that this rank's GPU took; None where nobody counts
+    seconds: float
 
     @classmethod
     def of(
@@ -140,8 +143,9 @@ class Round:
         requests: Sequence[Request],
         started_s: float,
         sent: tuple[int, int] | None,
+        joules: float | None,
     ) -> Round:
-        """What a run says that started at `started_s`, of `requests` that have ended."""
+        """What a run says that started at `started_s` and ends now, of `requests` that have ended."""
         return cls(
             position=position,
             result=result,
@@ -152,6 +156,8 @@ class Round:
                 if len(each.output_ids) > 1
             ],
             sent=sent,
+            joules=joules,
+            seconds=time.perf_counter() - started_s,
         )
 
 
@@ -184,6 +190,7 @@ class Experiment:
         self.engine, self.mesh, self.base, self.take_apart = engine, engine.mesh, base, take_apart
         self.rounds, self.warmup, self.seed, self.name = rounds, warmup, seed, name
         self.prompts = prompts
+        self._meter = PowerMeter.of(engine.mesh.device)
 
     def run(self, arms: Sequence[str]) -> Findings:
         """The gate, all rounds, then one step under a lens. Collective."""
@@ -256,12 +263,12 @@ class Experiment:
                 for position, arm in enumerate(order):
                     bar.set_postfix_str(arm, refresh=False)
                     requests, before = self._requests(paced=True), self._sent()
-                    started_s = time.perf_counter()
+                    joules, started_s = self._joules(), time.perf_counter()
                     result = self.engine.run(requests, arm_config(arm, self.base))
-                    after = self._sent()
+                    after, taken = self._sent(), None if self._meter is None else self._joules() - joules
                     if number >= self.warmup:
                         sent = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
-                        results[arm].append(Round.of(position, result, requests, started_s, sent))
+                        results[arm].append(Round.of(position, result, requests, started_s, sent, taken))
                     bar.update()
         return results
 
@@ -269,6 +276,9 @@ class Experiment:
         """Messages and bytes that this rank has sent so far."""
         all2all = self.engine.all2all
         return (all2all.traffic.messages, all2all.traffic.num_bytes) if isinstance(all2all, CountsTraffic) else None
+
+    def _joules(self) -> float:
+        return 0.0 if self._meter is None else self._meter.joules()
 
     def _steps_without_pace(self, results: Mapping[str, Sequence[Round]]) -> list[StepRecord]:
         """The steps of the overlap arm where requests do not wait for a clock: the same in every run."""
@@ -287,10 +297,14 @@ class Experiment:
             "wait": None if None in waits else sum(ms or 0.0 for ms in waits),
             "wall": sum(step.wall_ms for step in every_step),
             "sent": [each.sent for each in rounds],
+            "joules": [each.joules for each in rounds],
+            "seconds": sum(each.seconds for each in rounds),
+            "limit": None if self._meter is None else self._meter.limit_watts,
         }
         everyone = self._gather(f"rounds/{arm}", mine)
         waited = [other["wait"] for other in everyone]
         sent = [pair for other in everyone for pair in other["sent"]]
+        joules = [of_round for other in everyone for of_round in other["joules"]]
         ttft, itl = (_by_round([other[name] for other in everyone]) for name in ("ttft", "itl"))
         ranks = self.mesh.world_size
 
@@ -323,6 +337,9 @@ class Experiment:
             wait_share=None if None in waited else sum(waited) / sum(other["wall"] for other in everyone),
             messages=None if None in sent else sum(pair[0] for pair in sent) / len(rounds),
             sent_bytes=None if None in sent else sum(pair[1] for pair in sent) / len(rounds),
+            joules=None if None in joules else sum(joules) / len(rounds),
+            watts=None if None in joules else sum(joules) / sum(other["seconds"] for other in everyone),
+            limit_watts=None if None in joules else min(other["limit"] for other in everyone),
         )
 
     def _trace(self, arms: Sequence[str], number: int) -> dict[str, StepTimeline]:

@@ -142,7 +142,7 @@ def _summary(report: ABReport, headline: str) -> Iterable[Markup]:
     yield tag("h1", headline)
     yield tag("p", report.workload, class_="soft")
     sentences = [*report.phase_verdicts(), f"Equality gate {report.gate.describe()}.", *report.overlaps()]
-    sentences += [*report.reason_lines(), *report.stability(), *report.notes]
+    sentences += [*report.reason_lines(), *report.power_notes(), *report.stability(), *report.notes]
     yield tag("ul", *(tag("li", sentence) for sentence in sentences))
     yield tag("h2", "Arms")
     yield _table(report.rows(), f"Median [smallest .. largest] over {report.num_rounds} rounds.")

@@ -18,6 +18,7 @@ from typing import Any
 from dbo.errors import ConfigError
 from launch.ceiling import Form, StepBreakdown
 from launch.html import page
+from launch.power import AT_LIMIT
 from launch.statistics import MIN_ROUNDS, Interval, Summary, drift, speedup, summarise
 from launch.timeline import StepTimeline, perfetto_trace
 
@@ -79,6 +80,9 @@ class ArmResult:
     decode_step_tokens: float = 0.0
     messages: float | None = None  # that all ranks sent to each other in a round; None: the transport does not know
     sent_bytes: float | None = None
+    joules: float | None = None  # that all GPUs took in a round; None: nobody counts
+    watts: float | None = None  # of a GPU, the mean
+    limit_watts: float | None = None  # the most it may draw
 
     def times(self, phase: str) -> list[float]:
         """The arm's samples of `phase` in ms, a round each."""
@@ -250,6 +254,22 @@ class ABReport:
             return [f"GPU: {'; '.join(on_device)}"]
         return ["GPU-busy share and launches per step: not measured, CUDA only"] if self.breakdowns else []
 
+    def power_notes(self) -> list[str]:
+        """A sentence on what the GPUs drew, if that is known."""
+        known = [arm for arm in self.arms.values() if arm.watts and arm.limit_watts and arm.joules and arm.num_tokens]
+        if not known:
+            return []
+        limit = known[0].limit_watts or 0.0
+        drew = ", ".join(
+            f"{arm.name} {arm.watts:.0f} W and {(arm.joules or 0.0) / arm.num_tokens * 1e3:.2f} mJ a token"
+            for arm in known
+        )
+        said = [f"power of a GPU, of {limit:.0f} W at most: {drew}"]
+        limited = [arm.name for arm in known if (arm.watts or 0.0) >= AT_LIMIT * limit]
+        if limited:
+            said.append(f"at that limit a GPU lowers its clock, for kernels and messages alike: {', '.join(limited)}")
+        return said
+
     def reason_lines(self) -> list[str]:
         """Why steps ran as they did, a sentence for each arm that may split."""
         return [
@@ -304,6 +324,7 @@ class ABReport:
             lines += text_table(self.breakdown_rows())
             lines += ["one step in ms, medians of the slowest rank; in brackets: of ubatches, one after another", ""]
         lines += self.breakdown_notes()
+        lines += self.power_notes()
         lines += self.overlaps()
         lines += self.reason_lines()
         lines += self.stability()
@@ -493,6 +514,9 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "padding_share": arm.padding_share,
         "messages": arm.messages,
         "sent_bytes": arm.sent_bytes,
+        "joules": arm.joules,
+        "watts": arm.watts,
+        "limit_watts": arm.limit_watts,
         "tokens_per_rank_and_step": {"prefill": arm.prefill_step_tokens, "decode": arm.decode_step_tokens},
         "positions": list(arm.positions),
         "tokens": {"computed": arm.num_tokens, "new": arm.new_tokens, "rows": arm.num_rows},

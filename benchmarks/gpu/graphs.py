@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setup import BLOCK, GREEN_BELOW, LONGEST, SHORTEST, Bench, make_parser, numbers, random_model
-from benchmarks.gpu.summary import NIC_SMS, Figure, passed, plain, ratio, single
+from benchmarks.gpu.setup import BLOCK, GREEN_BELOW, LONGEST, SHORTEST, Bench, Times, make_parser, numbers, random_model
+from benchmarks.gpu.summary import NIC_SMS, Figure, of_sustained, passed, plain, ratio, single
 from dbo.agreement import BatchPlan, Reason
 from dbo.config import DBOConfig
 from dbo.graphs.backend import GraphBackend
@@ -48,6 +48,7 @@ from moe.graphs import make_capturable
 from moe.kv_cache import KVCache
 
 AHEAD_MS = 80
+LONG = 8192  # tokens a step from which power is looked at
 
 
 def schedule_of(lengths: Sequence[tuple[int, int]], rank: int) -> Schedule:
@@ -254,7 +255,7 @@ def holders(bench: Bench, all2all: Any, num_sms: int) -> Iterator[tuple[str, int
 def prefill_size(num_tokens: int, bench: Bench, model: Any, all2all: Any, *, head: bool) -> dict[str, Any]:
     rows = bench.rows(num_tokens)
     steps = Steps(bench, model, random_prompts(rows, bench.mesh.rank), head=head)
-    found: dict[str, Any] = {"num_tokens": num_tokens, "sms": {}, "gates": {"passed": True}}
+    found: dict[str, Any] = {"num_tokens": num_tokens, "sms": {}, "sustained": {}, "gates": {"passed": True}}
     layers = model.config.num_layers
     for num_sms in bench.args.sms:
         arms: dict[str, Callable[[], object]] = {}
@@ -272,10 +273,29 @@ def prefill_size(num_tokens: int, bench: Bench, model: Any, all2all: Any, *, hea
             measured = bench.time_arms(arms)
         for name, times in measured.items():
             at[name] = {**times.figure(), "host_ms": times.host, "host_ms_per_layer": times.host / layers}
-        bench.say(num_tokens, num_sms, {name: round(arm["value"], 2) for name, arm in at.items()})
+            if times.quiet_ms:
+                at[name]["host_quiet_ms_per_layer"] = float(np.median(times.quiet_ms)) / layers
+        if num_tokens >= LONG:
+            found["sustained"][str(num_sms)] = sustained(arms, measured, bench, layers)
+        shown = {name: round(arm["value"], 2) for name, arm in at.items()}
+        bench.say(num_tokens, num_sms, shown, found["sustained"].get(str(num_sms), ""))
         steps.clear()
     steps.close()
     return found
+
+
+def sustained(
+    arms: dict[str, Callable[[], object]], measured: dict[str, Times], bench: Bench, num_layers: int
+) -> dict[str, dict[str, float]]:
+    """Whole and the fastest overlap, FULL, without pauses."""
+    mode = modes(bench)[0].name.lower()
+    overlaps = [name for name in arms if name.startswith("overlap_") and name.endswith(mode)]
+    chosen = {"whole": f"whole_{mode}", "overlap": min(overlaps, key=lambda name: measured[name].median)}
+    return bench.sustain(
+        {name: arms[arm] for name, arm in chosen.items()},
+        {name: measured[arm] for name, arm in chosen.items()},
+        num_layers,
+    )
 
 
 def decode_size(num_tokens: int, bench: Bench, model: Any, all2all: Any) -> dict[str, Any]:
@@ -385,11 +405,16 @@ def of_prefill(sizes: list[dict[str, Any]]) -> dict[str, Figure]:
                 whole, overlap = (min((pair[k] for pair in found.values()), key=value) for k in (0, 1))
                 figures[f"{name}_overlap_speedup_best_{n}"] = ratio(whole, overlap)
                 figures[f"host_ms_per_layer_overlap_{mode}_{n}"] = single(overlap["host_ms_per_layer"], "ms")
+                if "host_quiet_ms_per_layer" in overlap:
+                    figures[f"host_ms_per_layer_overlap_{mode}_{n}_quiet"] = single(
+                        overlap["host_quiet_ms_per_layer"], "ms"
+                    )
                 eager = min((best(arms, "eager")[1] for arms in by_sms.values()), key=value)
                 figures[f"{name}_overlap_over_eager_overlap_{n}"] = ratio(eager, overlap)
         nic = by_sms.get(NIC_SMS, {})
         if "whole_full" in nic and "whole_piecewise" in nic:
             figures[f"piecewise_over_full_{n}"] = ratio(best(nic, "piecewise")[1], best(nic, "full")[1])
+        figures |= {f"graph_{name}": figure for name, figure in of_sustained(n, size.get("sustained", {})).items()}
     return figures
 
 

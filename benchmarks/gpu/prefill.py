@@ -9,7 +9,10 @@ about 30 GB/s each way with them.
 
     overlap efficiency = (whole - overlap) / (whole - max(compute alone, messages alone)), 1.0 being the limit
 
+`sustained`: arms without pauses between their calls, and what they draw.
 `four`: with so many ubatches.
+`apart`: the compute of two ubatches and their messages at the same time, neither waiting for the other: the bound of
+overlap in any order.
 `host_quiet`: the host's time in calls that no other program disturbed (`Times.quiet_ms`), of so many (`num_quiet`).
 `host_profile`: where the host's time goes in overlap, by function, under Python's profiler (which adds to short ones).
 `bare` is whole without any overlap machinery. `threads` take their turns on the caller's core, `threads_free` wherever
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.setup import (
+    Apart,
     Arms,
     Bench,
     Recorded,
@@ -128,6 +132,7 @@ def arms_of(num_sms: int, arms: Arms, bench: Bench, all2all: Any, recorded: dict
         "whole": on("none", arms.whole),
         "compute_split": on("shared", recorded["compute_split"]),
         "comm": on("none", recorded["comm"]),
+        "apart": on("shared", recorded["apart"]),
         "overlap_threads_shared": on("shared", lambda: arms.overlap("threads")),
     }
     for form in ("carve", "green", "shared") if nic else ("none", "carve", "shared"):
@@ -170,7 +175,12 @@ def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
     model = random_model(config, switch, mesh.device)
     batch, kv = prompts(config, rows, min(rows, bench.length(args.prompt_length)), mesh)
     arms = Arms(model, batch, kv, mesh)
-    found: dict[str, Any] = {"num_tokens": num_tokens, "gates": check_gates(arms, all2all, bench), "sms": {}}
+    found: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "gates": check_gates(arms, all2all, bench),
+        "sms": {},
+        "sustained": {},
+    }
 
     recorded = Recorded(all2all, mesh.device)
     with switch.using(recorded):
@@ -195,13 +205,24 @@ def run_size(num_tokens: int, bench: Bench) -> dict[str, Any]:
     alone = {
         "compute_split": using(split_recorded, arms.split),
         "comm": recorded.replay_messages,
+        "apart": using(Apart(split_recorded, mesh.device), arms.split),
         "bare": using(bench.bare(all2all), arms.whole),
     }
     for num_sms in args.sms:
-        times = bench.time_arms(arms_of(num_sms, arms, bench, all2all, alone))
+        runs = arms_of(num_sms, arms, bench, all2all, alone)
+        times = bench.time_arms(runs)
         found["sms"][str(num_sms)] = {name: per_layer(t, config.num_layers) for name, t in times.items()}
+        fastest = min((name for name in runs if name.startswith("overlap_greenlet")), key=lambda k: times[k].median)
+        lasting = {"whole": "whole", "overlap": fastest}
+        if num_sms == NIC_SMS:
+            lasting |= {"compute_split": "compute_split", "comm": "comm"}
+        found["sustained"][str(num_sms)] = bench.sustain(
+            {name: runs[arm] for name, arm in lasting.items()},
+            {name: times[arm] for name, arm in lasting.items()},
+            config.num_layers,
+        )
         shown = {n: f"{t.host / config.num_layers:.2f}/{t.median / config.num_layers:.2f}" for n, t in times.items()}
-        bench.say(num_tokens, num_sms, shown)
+        bench.say(num_tokens, num_sms, shown, found["sustained"][str(num_sms)])
     found["host_profile"] = host_profile(arms, bench, config.num_layers)
     for row in found["host_profile"][:15]:
         bench.say(f"  {row['own_us']:7.1f} us {row['calls']:5.1f} x {row['function']}")

@@ -36,6 +36,7 @@ from dbo.sm_partition import SMPartition
 from dbo.work import Comm, Work
 from launch.doctor.host import yardstick_us
 from launch.mesh import Mesh
+from launch.power import PowerMeter
 from moe.all2all.base import All2All, Capabilities, Dispatched, expert_range
 from moe.all2all.deepep_ht import DeepEPHighThroughput
 from moe.all2all.deepep_ll import DeepEPLowLatency
@@ -70,6 +71,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes and one round")
+    parser.add_argument("--sustain", action="store_true", help="also run whole and overlap without pauses, with power")
     return parser
 
 
@@ -82,6 +84,18 @@ class StandIn(TorchAll2All):
         """A `dbo.sm_partition.Setter`."""
         before, self._num_sms = self._num_sms, self._num_sms if num_sms is None else num_sms
         return before
+
+
+class StandInMeter:
+    """A GPU's meter in a rehearsal: one watt."""
+
+    limit_watts = 1.0
+
+    def joules(self) -> float:
+        return time.monotonic()
+
+    def clock_mhz(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,42 @@ class Bench:
     def time_arms(self, arms: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
         """See `time_arms`."""
         return time_arms(arms, self.mesh, rounds=self.rounds, warmup=self.warmup)
+
+    @cached_property
+    def meter(self) -> PowerMeter | StandInMeter | None:
+        """Of this rank's device; None without `nvidia-ml-py`."""
+        return StandInMeter() if self.args.rehearse else PowerMeter.of(self.mesh.device)
+
+    def sustain(
+        self, arms: Mapping[str, Callable[[], object]], times: Mapping[str, Times], num_layers: int
+    ) -> dict[str, dict[str, float]]:
+        """Each arm again and again without a pause, for half a second and then for another that counts, if asked for:
+        ms and joules a layer, watts and MHz of rank 0's GPU, and the most it may draw. Between rounds a GPU rests, and
+        what it saves it may spend in the next; here it cannot."""
+        meter = self.meter if self.args.sustain else None
+        return {} if meter is None else {k: self._sustain(meter, arms[k], times[k].median, num_layers) for k in arms}
+
+    def _sustain(
+        self, meter: PowerMeter | StandInMeter, arm: Callable[[], object], once_ms: float, num_layers: int
+    ) -> dict[str, float]:
+        calls = 2 if self.args.rehearse else max(2, round(500 / once_ms))  # the same on all ranks, as `once_ms` is
+        for _ in range(calls):
+            arm()
+        self.clock.synchronize()
+        self.meet()
+        before, started = meter.joules(), time.perf_counter()
+        for _ in range(calls):
+            arm()
+        mhz = meter.clock_mhz()  # the host is ahead: the device is in the midst of it
+        self.clock.synchronize()
+        seconds, joules = time.perf_counter() - started, meter.joules() - before
+        return {
+            "ms": seconds * 1e3 / calls / num_layers,
+            "joules": joules / calls / num_layers,
+            "watts": joules / seconds,
+            "mhz": float(mhz),
+            "limit_watts": meter.limit_watts,
+        }
 
     def partition(self, all2all: Any, num_sms: int, form: Form | None = None) -> AbstractContextManager[object]:
         """`num_sms` for the all2all; for compute the rest, in one of the forms of `moe/sms.py`, None = all SMs."""
@@ -284,13 +334,13 @@ class Recorded:
         self._comm = Comm(device, own_stream=False)
         self.messages: list[tuple[tuple[Any, ...], Dispatched, Tensor, Tensor]] = []
         self._arguments: tuple[Any, ...] = ()
-        self._at, self.recording = 0, True
+        self.at, self.recording = 0, True
 
     def dispatch(self, *arguments: Any) -> Work[Dispatched]:
         if self.recording:
             self._arguments = arguments
             return self.real.dispatch(*arguments)
-        sent = self.messages[self._at][1]
+        sent = self.messages[self.at][1]
         return self._comm.start(lambda _: lambda: sent, label="dispatch")
 
     def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
@@ -298,8 +348,8 @@ class Recorded:
             back = self.real.combine(y, sent).wait()
             self.messages.append((self._arguments, sent, y, back))
         else:
-            back = self.messages[self._at][3]
-            self._at = (self._at + 1) % len(self.messages)
+            back = self.messages[self.at][3]
+            self.at = (self.at + 1) % len(self.messages)
         return self._comm.start(lambda _: lambda: back, label="combine")
 
     def close(self) -> None:
@@ -310,6 +360,32 @@ class Recorded:
         for arguments, _, y, _ in self.messages:
             sent = self.real.dispatch(*arguments).wait()
             self.real.combine(y, sent).wait()
+
+
+class Apart:
+    """Delivers what was recorded at once, and sends it as well, on a stream of its own: compute and messages at the
+    same time, neither of them ever waiting for the other. No order of turns is faster with these kernels."""
+
+    name, capabilities = "apart", Capabilities()
+
+    def __init__(self, recorded: Recorded, device: torch.device):
+        self.recorded, self.real = recorded, recorded.real
+        self.ep_rank, self.ep_size, self.num_experts = recorded.ep_rank, recorded.ep_size, recorded.num_experts
+        self._lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sent: Any = None
+
+    def dispatch(self, *arguments: Any) -> Work[Dispatched]:
+        with torch.cuda.stream(self._lane):
+            self._sent = self.real.dispatch(*self.recorded.messages[self.recorded.at][0]).wait()
+        return self.recorded.dispatch(*arguments)
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Work[Tensor]:
+        with torch.cuda.stream(self._lane):
+            self.real.combine(self.recorded.messages[self.recorded.at][2], self._sent).wait()
+        return self.recorded.combine(y, sent)
+
+    def close(self) -> None:
+        pass
 
 
 class Bare:

@@ -83,11 +83,14 @@ PARTS = (
     ),
     Part(name="graphs-one", call=1, seconds=40, module="pytest", arguments="-q -m gpu tests/dbo/graphs", ranks=0),
     Part(
-        name="prefill", call=1, seconds=55, module="benchmarks.gpu.prefill",
-        arguments="--tokens 16384,8192 --sms 8,16,24,32,48,64",
+        name="prefill", call=1, seconds=95, module="benchmarks.gpu.prefill",
+        arguments="--tokens 16384,8192 --sms 8,12,16,24,48,64 --sustain",
     ),
     Part(name="graphs-decode", call=1, seconds=40, module="benchmarks.gpu.graphs", arguments="decode"),
-    Part(name="graphs-prefill", call=1, seconds=100, module="benchmarks.gpu.graphs", arguments="prefill"),
+    Part(
+        name="graphs-prefill", call=1, seconds=140, module="benchmarks.gpu.graphs",
+        arguments="prefill --sms 8,12,16,24,48,64 --sustain",
+    ),
     Part(name="steps", call=1, seconds=80, module="benchmarks.gpu.steps"),
     Part(name="decode", call=1, seconds=40, module="benchmarks.gpu.decode"),
     Part(name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24,48"),

@@ -55,6 +55,7 @@ def of_prefill(found: Found) -> dict[str, Figure]:
         if NIC_SMS in by_sms:
             figures |= of_slow_link(n, by_sms[NIC_SMS], size["compute_whole"])
         figures |= of_fast_link(n, by_sms)
+        figures |= of_sustained(n, size.get("sustained", {}))
     return {prefix + name: figure for name, figure in figures.items()}
 
 
@@ -72,6 +73,8 @@ def of_slow_link(n: int, arms: dict[str, Figure], compute_whole: Figure) -> dict
             continue  # hardly anything to gain: the quotient would be noise
         gain = [(whole["value"] - overlap[k]) / (whole["value"] - limit) for k in ("value", "high", "low")]
         figures[f"nic_class_{name}_{n}"] = single(gain[0], "1", gain[1], gain[2])
+    if "apart" in arms:
+        figures[f"nic_class_bound_{n}"] = ratio(whole, arms["apart"])
     if any(arm.startswith("overlap_four") for arm in arms):
         figures[f"nic_class_speedup_two_ubatches_{n}"] = ratio(whole, best_overlap(arms, "greenlet"))
         figures[f"nic_class_speedup_four_ubatches_{n}"] = ratio(whole, best_overlap(arms, "four"))
@@ -100,11 +103,32 @@ def of_fast_link(n: int, by_sms: dict[str, dict[str, Figure]]) -> dict[str, Figu
     ceiling = whole["value"] / max(alone["compute_split"]["value"], alone["comm"]["value"])
     speedup = ratio(whole, overlap)
     share = single(speedup["value"] / ceiling, "1", speedup["low"] / ceiling, speedup["high"] / ceiling)
+    apart = [arms["apart"] for arms in by_sms.values() if "apart" in arms]
+    if apart:
+        figures[f"nvlink_bound_{n}"] = ratio(whole, min(apart, key=lambda arm: arm["value"]))
     return figures | {
         f"nvlink_speedup_{n}": speedup,
         f"nvlink_ceiling_{n}": single(ceiling, "1"),
         f"nvlink_share_of_ceiling_{n}": share,
     }
+
+
+def of_sustained(n: int, by_sms: dict[str, dict[str, dict[str, float]]]) -> dict[str, Figure]:
+    """Without pauses between steps: speed-ups on a slow link and at the best numbers of SMs, and what was drawn."""
+    figures: dict[str, Figure] = {}
+    by_sms = {sms: arms for sms, arms in by_sms.items() if arms}
+    for name, chosen in (("nic_class", {NIC_SMS: by_sms[NIC_SMS]} if NIC_SMS in by_sms else {}), ("best", by_sms)):
+        if not chosen:
+            continue
+        whole, overlap = (
+            min((arms[k] for arms in chosen.values()), key=lambda a: a["ms"]) for k in ("whole", "overlap")
+        )
+        figures[f"{name}_sustained_speedup_{n}"] = single(whole["ms"] / overlap["ms"], "1")
+        for arm, found in (("whole", whole), ("overlap", overlap)):
+            for key, unit in (("ms", "ms/layer"), ("watts", "W"), ("mhz", "MHz"), ("joules", "J/layer")):
+                figures[f"{name}_sustained_{key}_{arm}_{n}"] = single(found[key], unit)
+        figures[f"{name}_sustained_limit_watts_{n}"] = single(whole["limit_watts"], "W")
+    return figures
 
 
 def of_steps(found: Found) -> dict[str, Figure]:

@@ -120,3 +120,14 @@ def test_percentiles_and_waiting_stand_in_table_and_json() -> None:
     assert data["latency_ms"].keys() == {"decode_step", "ttft"}
     assert data["latency_ms"]["decode_step"]["p99"] == pytest.approx(99.01)
     assert (data["wait_share"], data["padding_share"]) == (0.25, pytest.approx(1 / 9))
+
+
+def test_power_is_told_by_arm_and_the_limit_where_it_was_reached() -> None:
+    whole = replace(arm("whole", 2.0), joules=40.96, watts=577.0, limit_watts=700.0)
+    overlap = replace(arm("overlap", 1.0), joules=36.864, watts=695.0, limit_watts=700.0)
+    text = report(whole, overlap).text()
+    assert "of 700 W at most: whole 577 W and 10.00 mJ a token, overlap 695 W and 9.00 mJ a token" in text
+    assert "lowers its clock, for kernels and messages alike: overlap\n" in text
+    assert "lowers its clock" not in report(whole).text()
+    assert "power of a GPU" not in report(arm("whole", 2.0)).text()
+    assert report(overlap).to_json()["arms"]["overlap"]["watts"] == 695.0
