@@ -25,7 +25,7 @@ from dbo.errors import ConfigError
 from dbo.trace import Tracer
 from launch.ceiling import StepBreakdown, StepMeter, join_breakdowns, steps_to_measure, why_too_large
 from launch.engine import Engine, RunResult, StepRecord, sample_chunks
-from launch.power import PowerMeter
+from launch.power import SHORTEST_S, PowerMeter
 from launch.report import ArmResult, Gate, Latencies, RoundTimes
 from launch.sampling import SamplingParams
 from launch.scheduler import Chunk, Request
@@ -305,6 +305,8 @@ class Experiment:
         waited = [other["wait"] for other in everyone]
         sent = [pair for other in everyone for pair in other["sent"]]
         joules = [of_round for other in everyone for of_round in other["joules"]]
+        seconds = sum(other["seconds"] for other in everyone)
+        power_known = None not in joules and seconds >= SHORTEST_S * len(joules)
         ttft, itl = (_by_round([other[name] for other in everyone]) for name in ("ttft", "itl"))
         ranks = self.mesh.world_size
 
@@ -337,9 +339,9 @@ class Experiment:
             wait_share=None if None in waited else sum(waited) / sum(other["wall"] for other in everyone),
             messages=None if None in sent else sum(pair[0] for pair in sent) / len(rounds),
             sent_bytes=None if None in sent else sum(pair[1] for pair in sent) / len(rounds),
-            joules=None if None in joules else sum(joules) / len(rounds),
-            watts=None if None in joules else sum(joules) / sum(other["seconds"] for other in everyone),
-            limit_watts=None if None in joules else min(other["limit"] for other in everyone),
+            joules=sum(joules) / len(rounds) if power_known else None,
+            watts=sum(joules) / seconds if power_known else None,
+            limit_watts=min(other["limit"] for other in everyone) if power_known else None,
         )
 
     def _trace(self, arms: Sequence[str], number: int) -> dict[str, StepTimeline]:

@@ -10,12 +10,22 @@ Needs the package `nvidia-ml-py`; without it, or without a GPU, nothing is known
 from __future__ import annotations
 
 import importlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
 
+_LOOK_S = 0.01
 AT_LIMIT = 0.95
 """From this share of the limit on a GPU lowers its clock, in the mean over a second or more."""
+SHORTEST_S = 0.5
+"""What takes less, in the mean, has no power of its own: its neighbours' is counted in."""
 
 
 class PowerMeter:
@@ -44,9 +54,49 @@ class PowerMeter:
         return meter
 
     def joules(self) -> float:
-        """Energy since the driver was loaded; the counter moves every tenth of a second or so."""
+        """Energy since the driver was loaded. The counter moves every tenth of a second or so: differences of shorter
+        times mean little."""
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
 
     def clock_mhz(self) -> int:
         """The clock of the multiprocessors now."""
         return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+
+    @contextmanager
+    def watch(self) -> Iterator[PowerLog]:
+        """Look at the counters again and again, in a thread, until the context ends."""
+        log, done = PowerLog(), threading.Event()
+        thread = threading.Thread(target=self._fill, args=(log, done), name="power", daemon=True)
+        thread.start()
+        try:
+            yield log
+        finally:
+            done.set()
+            thread.join()
+
+    def _fill(self, log: PowerLog, done: threading.Event) -> None:
+        while True:
+            log.samples.append((time.perf_counter(), self.joules(), self.clock_mhz()))
+            if done.wait(_LOOK_S):
+                return
+
+
+@dataclass
+class PowerLog:
+    """What a meter showed: (seconds by `time.perf_counter`, joules, MHz), in order."""
+
+    samples: list[tuple[float, float, int]] = field(default_factory=list)
+
+    @property
+    def watts(self) -> float | None:
+        """The mean, from the first to the last move of the counter; None if it moved less than twice."""
+        moved = [later for earlier, later in pairwise(self.samples) if later[1] > earlier[1]]
+        if len(moved) < 2:
+            return None
+        (start, first, _), (end, last, _) = moved[0], moved[-1]
+        return (last - first) / (end - start)
+
+    @property
+    def mhz(self) -> float:
+        """The mean clock of the multiprocessors; 0 without a sample."""
+        return fmean(mhz for _, _, mhz in self.samples) if self.samples else 0.0

@@ -86,10 +86,11 @@ class StandIn(TorchAll2All):
         return before
 
 
-class StandInMeter:
+class StandInMeter(PowerMeter):
     """A GPU's meter in a rehearsal: one watt."""
 
-    limit_watts = 1.0
+    def __init__(self) -> None:
+        self.limit_watts = 1.0
 
     def joules(self) -> float:
         return time.monotonic()
@@ -188,40 +189,37 @@ class Bench:
         return time_arms(arms, self.mesh, rounds=self.rounds, warmup=self.warmup)
 
     @cached_property
-    def meter(self) -> PowerMeter | StandInMeter | None:
+    def meter(self) -> PowerMeter | None:
         """Of this rank's device; None without `nvidia-ml-py`."""
         return StandInMeter() if self.args.rehearse else PowerMeter.of(self.mesh.device)
 
     def sustain(
         self, arms: Mapping[str, Callable[[], object]], times: Mapping[str, Times], num_layers: int
     ) -> dict[str, dict[str, float]]:
-        """Each arm again and again without a pause, for half a second and then for another that counts, if asked for:
-        ms and joules a layer, watts and MHz of rank 0's GPU, and the most it may draw. Between rounds a GPU rests, and
-        what it saves it may spend in the next; here it cannot."""
+        """Each arm again and again without a pause, for 0.4 s and then for 0.8 s that count, if asked for: ms and
+        joules a layer, watts and MHz of rank 0's GPU, and the most it may draw. Between rounds a GPU rests, and what it
+        saves it may spend in the next; here it cannot."""
         meter = self.meter if self.args.sustain else None
         return {} if meter is None else {k: self._sustain(meter, arms[k], times[k].median, num_layers) for k in arms}
 
     def _sustain(
-        self, meter: PowerMeter | StandInMeter, arm: Callable[[], object], once_ms: float, num_layers: int
+        self, meter: PowerMeter, arm: Callable[[], object], once_ms: float, num_layers: int
     ) -> dict[str, float]:
-        calls = 2 if self.args.rehearse else max(2, round(500 / once_ms))  # the same on all ranks, as `once_ms` is
-        for _ in range(calls):
+        calls = 2 if self.args.rehearse else max(2, round(800 / once_ms))  # the same on all ranks, as `once_ms` is
+        for _ in range(calls // 2):
             arm()
         self.clock.synchronize()
         self.meet()
-        before, started = meter.joules(), time.perf_counter()
-        for _ in range(calls):
-            arm()
-        mhz = meter.clock_mhz()  # the host is ahead: the device is in the midst of it
-        self.clock.synchronize()
-        seconds, joules = time.perf_counter() - started, meter.joules() - before
+        started = time.perf_counter()
+        with meter.watch() as log:
+            for _ in range(calls):
+                arm()
+            self.clock.synchronize()
+        ms = (time.perf_counter() - started) * 1e3 / calls / num_layers
+        watts = log.watts or 0.0
         return {
-            "ms": seconds * 1e3 / calls / num_layers,
-            "joules": joules / calls / num_layers,
-            "watts": joules / seconds,
-            "mhz": float(mhz),
-            "limit_watts": meter.limit_watts,
-        }
+            "ms": ms, "watts": watts, "joules": watts * ms / 1e3, "mhz": log.mhz, "limit_watts": meter.limit_watts,
+        }  # fmt: skip
 
     def partition(self, all2all: Any, num_sms: int, form: Form | None = None) -> AbstractContextManager[object]:
         """`num_sms` for the all2all; for compute the rest, in one of the forms of `moe/sms.py`, None = all SMs."""

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from launch.power import PowerMeter
+from launch.power import PowerLog, PowerMeter
 
 
 class NVMLError(Exception):
@@ -14,12 +14,14 @@ class NVMLError(Exception):
 
 
 def made_up(uuid: str, *, counts: bool = True) -> ModuleType:
-    """One GPU of that name, which has taken 12.5 J."""
+    """One GPU of that name, which takes 12.5 J before each look at it."""
+    taken = {uuid: 0}
 
     def energy(handle: str) -> int:
         if not counts:
             raise NVMLError("not supported")
-        return {uuid: 12_500}[handle]
+        taken[handle] += 12_500
+        return taken[handle]
 
     def handle_of(name: str) -> str:
         if name != uuid:
@@ -50,7 +52,32 @@ def test_a_meter_reads_energy_limit_and_clock(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setitem(sys.modules, "pynvml", made_up("GPU-ab-12"))
     meter = PowerMeter.of(gpu)
     assert meter is not None
-    assert (meter.joules(), meter.limit_watts, meter.clock_mhz()) == (12.5, 700.0, 1605)
+    before = meter.joules()
+    assert (meter.joules() - before, meter.limit_watts, meter.clock_mhz()) == (12.5, 700.0, 1605)
+
+
+def test_a_watch_looks_until_it_ends(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", made_up("GPU-ab-12"))
+    meter = PowerMeter.of(gpu)
+    assert meter is not None
+    with meter.watch() as log:
+        while len(log.samples) < 4:
+            pass
+    seen = len(log.samples)
+    assert log.mhz == 1605
+    assert log.watts is not None
+    assert 0 < log.watts <= 12.5 / 0.01
+    assert len(log.samples) == seen
+
+
+def test_watts_are_counted_between_moves_of_the_counter() -> None:
+    # 100 J every 0.2 s, seen late; before the first and after the last move nothing is known.
+    times = [k * 0.03 for k in range(40)]
+    log = PowerLog([(t, 100.0 * int(t / 0.2), 1500 + k) for k, t in enumerate(times)])
+    assert log.watts == pytest.approx(500, rel=0.05)
+    assert log.mhz == 1519.5
+    assert PowerLog([(0.0, 1.0, 0), (0.1, 2.0, 0)]).watts is None
+    assert (PowerLog().watts, PowerLog().mhz) == (None, 0.0)
 
 
 @pytest.mark.parametrize("nvml", [None, made_up("GPU-other"), made_up("GPU-ab-12", counts=False)])
