@@ -55,7 +55,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--steps", type=steps, default=STEPS)
-    parser.add_argument("--sms", type=numbers, default=[16, 24, 32])
+    parser.add_argument("--sms", type=numbers, default=[16, 24, 64])
     with Bench.start(parser.parse_args()) as bench:
         config = bench.shape("qwen3-30b-a3b", bench.args.num_layers)
         all2all = bench.high_throughput(config, bench.rows(max(tokens for tokens, _ in bench.args.steps)))

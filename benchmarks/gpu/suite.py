@@ -93,7 +93,7 @@ PARTS = (
     ),
     Part(name="steps", call=1, seconds=80, module="benchmarks.gpu.steps"),
     Part(name="decode", call=1, seconds=40, module="benchmarks.gpu.decode"),
-    Part(name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24,48"),
+    Part(name="graphs-steps", call=2, seconds=90, module="benchmarks.gpu.graphs", arguments="steps --sms 16,24,64"),
     Part(name="replays", call=2, seconds=75, module="benchmarks.gpu.replays"),
     Part(name="offload", call=2, seconds=50, module="benchmarks.gpu.offload"),
     Part(name="engine", call=2, seconds=65, module="benchmarks.gpu.engine", arguments="--ranks {ranks}", ranks=0),

@@ -29,7 +29,8 @@ from dbo.errors import ConfigError
 from dbo.work import Comm, Work
 from moe.all2all.base import Capabilities, Dispatched, Setup, Transport, check_routing
 
-MAX_SMS = 64  # buffers are laid out for so many; more has not been seen to help
+MAX_SMS = 64  # buffers are laid out for so many; whole steps inside a node were still gaining a little there
+_SMS_BETWEEN_NODES = 20  # DeepEP's own choice: the link is full, and more need more queue pairs
 _UNIT_BYTES = 512
 _RANKS_PER_NODE = 8  # DeepEP's NUM_MAX_NVL_PEERS
 _DRAIN_S = 1.0  # what a device gets to end what is not stuck
@@ -50,10 +51,11 @@ class DeepEPHighThroughput(Transport):
     name = "deepep_ht"
 
     def __init__(
-        self, *, num_sms: int = 20, fp8: bool = False, no_sync: bool | None = None, **setup: Unpack[Setup]
+        self, *, num_sms: int | None = None, fp8: bool = False, no_sync: bool | None = None, **setup: Unpack[Setup]
     ) -> None:
-        """Collective over `group` (any backend). `no_sync`: None = inside a node. Raises ConfigError for what DeepEP
-        cannot do.
+        """Collective over `group` (any backend). `num_sms`: for messages where no partition says otherwise, which is
+        while whole steps run, so that nothing else wants them; None = as many as help. `no_sync`: None = inside a node.
+        Raises ConfigError for what DeepEP cannot do.
         """
         check_setup(self.name, setup)
         super().__init__(**setup)
@@ -61,13 +63,15 @@ class DeepEPHighThroughput(Transport):
         self._fp8 = fp8
         unit = _UNIT_BYTES if fp8 else _UNIT_BYTES // 2
         self._wire_hidden = -(-self.hidden // unit) * unit
-        self._no_sync = self.ep_size <= _RANKS_PER_NODE if no_sync is None else no_sync
+        inside_a_node = self.ep_size <= _RANKS_PER_NODE
+        self._no_sync = inside_a_node if no_sync is None else no_sync
         self.capabilities = Capabilities(
             order="early" if self._no_sync else "late",
             capturable=self._no_sync,
             relative_error=0.1 if fp8 else 0.02,
         )
-        self._deep_ep, self._num_sms, self._configs = deep_ep, num_sms, dict[int, tuple[Any, Any]]()
+        self._num_sms = num_sms or (MAX_SMS if inside_a_node else _SMS_BETWEEN_NODES)
+        self._deep_ep, self._configs = deep_ep, dict[int, tuple[Any, Any]]()
         sizes = self._configs_of(MAX_SMS)
         row_bytes = self._wire_hidden * 2
         self._buffer = deep_ep.Buffer(

@@ -8,7 +8,7 @@ import torch
 from dbo.errors import ConfigError
 from dbo.work import Comm
 from moe.all2all.base import Dispatched
-from moe.all2all.deepep_ht import DeepEPHighThroughput, widened
+from moe.all2all.deepep_ht import MAX_SMS, DeepEPHighThroughput, widened
 from moe.all2all.deepep_ll import DeepEPLowLatency
 from moe.all2all.deepep_phases import SMALL, DeepEPByPhase
 from moe.all2all.registry import _choose
@@ -133,9 +133,20 @@ def test_both_kernels_are_made_for_the_same_ranks_and_each_for_its_batches(monke
     assert large_sizes == (2560 * 2 * 4, 0)
     assert (phases.ep_size, phases.num_experts, phases.experts) == (4, 8, range(2))
     assert (phases.capabilities.max_in_flight, phases.capabilities.order) == (2, "early")
-    assert phases.set_num_sms(24) == 20
+    assert phases.set_num_sms(24) == MAX_SMS
     phases._low_latency.comm._check()
     assert checks == ["asked"]
+
+
+@pytest.mark.parametrize(("size", "given", "num_sms"), [(2, None, MAX_SMS), (16, None, 20), (2, 8, 8), (16, 24, 24)])
+def test_messages_that_have_the_device_to_themselves_take_the_sms_that_help(monkeypatch, size, given, num_sms):
+    package = Package()
+    package.Config = lambda *settings: package.Buffer.get_dispatch_config(2)
+    monkeypatch.setattr("moe.all2all.deepep_ht.import_deep_ep", lambda: package)
+    config = shape(num_experts=16)
+    made = DeepEPHighThroughput(group=group(size), device=CUDA, config=config, max_tokens_per_rank=64, num_sms=given)
+    assert made.set_num_sms(12) == num_sms
+    assert made.set_num_sms(num_sms) == 12
 
 
 @pytest.mark.parametrize(("size", "no_sync", "order"), [(2, None, "early"), (2, False, "late"), (16, None, "late")])
