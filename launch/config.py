@@ -123,6 +123,13 @@ class EngineOptions(Options):
         ),
         metavar="N|auto",
     )
+    whole_comm_sms: int | None = option(
+        None,
+        "SMs for the messages of steps that are not cut, where nothing else wants them; the default takes as many as "
+        "help. With 8, and --comm-sms 8, messages inside a host take as long as over a network card.",
+        check=Check("an even number from 2 to 64", lambda value: value % 2 == 0 and 2 <= value <= 64),
+        metavar="N",
+    )
     max_num_tokens: int = option(8192, "Tokens a rank computes in one step, at most.", check=at_least(1))
     max_num_seqs: int = option(256, "Requests a rank works on at once, at most.", check=at_least(1))
     max_model_len: int | None = option(

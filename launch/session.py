@@ -34,6 +34,7 @@ from moe.all2all.self_test import self_test
 from moe.config import DTYPES, ModelConfig, named_shape, read_config
 from moe.kv_cache import KVCache
 from moe.models.loading import load_model
+from moe.sms import set_whole_comm_sms
 from moe.weights import WeightError
 
 T = TypeVar("T")
@@ -171,6 +172,8 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
             max_tokens_per_rank=-(-resolved.limits.max_num_tokens // multiple) * multiple,
             check=clock.check,
         )
+        if options.whole_comm_sms is not None:
+            set_whole_comm_sms(all2all, mesh.device, options.whole_comm_sms)
         check_in_flight(all2all, resolved.dbo.num_ubatches if resolved.dbo.overlap != "off" else 1)
         loaded = load_model(
             model,

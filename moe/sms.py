@@ -138,6 +138,12 @@ def takes_sms(all2all: All2All, device: torch.device, num_tokens: int | None = N
     return num_tokens is None or uses_sms is None or bool(uses_sms(num_tokens))
 
 
+def set_whole_comm_sms(all2all: All2All, device: torch.device, num_sms: int) -> None:
+    """Let the transport run on so many SMs where no partition says otherwise; nothing where it takes no number."""
+    if takes_sms(all2all, device):
+        all2all.set_num_sms(num_sms)  # type: ignore[attr-defined]
+
+
 Form = Literal["shared", "carve", "green"]
 
 

@@ -28,6 +28,12 @@ def test_other_values_are_refused(value):
         EngineOptions(model="m", comm_sms=value)
 
 
+@pytest.mark.parametrize("value", [0, 7, 66])
+def test_whole_steps_need_some_sms(value):
+    with pytest.raises(ConfigError, match=r"--whole-comm-sms.*an even number from 2 to 64"):
+        EngineOptions(model="m", whole_comm_sms=value)
+
+
 def test_calibrate_takes_several():
     assert dbo_config(CalibrateOptions(out="p", comm_sms="8,16")).comm_sms == DBOConfig.comm_sms
 

@@ -93,3 +93,20 @@ def test_small_batches_of_both_kernels_take_no_sms():
     transport._small, transport.set_num_sms = 256, lambda n: n
     device = torch.device("cuda")
     assert [sms.takes_sms(transport, device, n) for n in (None, 257, 256)] == [True, True, False]
+
+
+def test_whole_steps_get_the_sms_they_are_given_and_a_partition_puts_them_back(state):
+    now = SimpleNamespace(num_sms=64)
+
+    def set_num_sms(num_sms):
+        before, now.num_sms = now.num_sms, now.num_sms if num_sms is None else num_sms
+        return before
+
+    transport, device = SimpleNamespace(set_num_sms=set_num_sms), torch.device("cuda")
+    sms.set_whole_comm_sms(transport, device, 8)
+    with sms.make_partition(transport, 20, device):
+        assert now.num_sms == 20
+    assert now.num_sms == 8
+    sms.set_whole_comm_sms(transport, torch.device("cpu"), 4)
+    sms.set_whole_comm_sms(SimpleNamespace(), device, 4)
+    assert now.num_sms == 8
