@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.auto --ranks 2 --out FILE
 
-Qwen3-30B-A3B shapes, 6 layers, prefill over DeepEP's normal kernels and decode over its low-latency ones. `calibrate`
-makes a profile at its own sizes, with the best of its numbers of SMs; `calibrate` again, at sizes between those and
-with that number, measures both arms: the truth, by another run. `auto`'s policy decides each of these from the profile
+Qwen3-30B-A3B shapes, 6 layers, prefill over DeepEP's normal kernels and decode over its low-latency ones. Messages get
+8 SMs in both arms, so that they take as long as over a network card: with all that NVLink can use, whole steps win at
+every size, and nothing is to be decided. `calibrate` makes a profile at its own sizes; `calibrate` again, at sizes
+between those, measures both arms: the truth, by another run. `auto`'s policy decides each of these from the profile
 alone. Regret: the time of its arm over that of the better one.
 """
 
@@ -26,6 +27,7 @@ from launch.profile import Profile, read_profile
 MODEL = [
     *("--shape", "qwen3-30b-a3b", "--num-layers", "6", "--max-num-tokens", "16384", "--max-num-seqs", "256"),
     *("--max-model-len", "4096", "--kv-cache-memory", "8GiB", "--prompt-tokens", "1024", "--driver", "greenlet"),
+    *("--comm-sms", "8", "--whole-comm-sms", "8"),
 ]
 SIZES = {"prefill": "384,768,1536,3072,6144,12288", "decode": "6,24,48,96,192"}
 TINY = [
@@ -55,8 +57,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         profile = calibrate(args.ranks, model, budget, Path(directory) / "profile.json")
         asked = [f"--{phase}-tokens={each}" for phase, each in sizes.items()]
-        if profile.setup.comm_sms is not None:
-            asked.append(f"--comm-sms={profile.setup.comm_sms}")
         truth = calibrate(args.ranks, model, budget, Path(directory) / "truth.json", *asked, "--seed", "1")
     found = [{name: value for name, value in row.items() if name != "rate_mbit"} for row in points(0, profile, truth)]
     over_whole = [row[f"{row['choice']}_ms"][1] / row["whole_ms"][1] for row in found]
@@ -70,7 +70,7 @@ def main() -> None:
         "auto_over_whole_max": single(max(over_whole), "1"),
     }
     print({name: round(figure["value"], 4) for name, figure in figures.items()}, flush=True)
-    told = {"command": command(), "comm_sms": profile.setup.comm_sms, "points": found, "figures": figures}
+    told = {"command": command(), "points": found, "figures": figures}
     args.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
