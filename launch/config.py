@@ -113,6 +113,11 @@ class EngineOptions(Options):
     cut_alignment: int = option(1, "Cuts fall on multiples of this many tokens.", check=at_least(1))
     allow_single_rank: bool = option(False, "Let one rank alone split, for study.")
     driver: Literal["threads", "greenlet"] = option("threads", "What carries the ubatches of a rank.")
+    batch_invariant: bool = option(
+        False,
+        "Make a token's result, bit for bit, independent of what else is in its batch and of how that is cut or "
+        "padded: slower, for comparing.",
+    )
     comm_sms: str = option(
         "20",
         "SMs set aside for messages while ubatches run, where the transport takes a number; auto: measured once for "

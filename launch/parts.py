@@ -168,7 +168,8 @@ class ExpertBench:
     def measure(self, num_local_experts: int, num_tokens: int, until_s: float) -> Cost:
         """What arrives when every rank of as many as hold all experts sends `num_tokens` tokens, evenly."""
         e = num_local_experts
-        experts = make_experts(ExpertWeights(w_gate_up=self._up[:e], w_down=self._down[:e]))
+        weights = ExpertWeights(w_gate_up=self._up[:e], w_down=self._down[:e])
+        experts = make_experts(weights, batch_invariant=self._config.batch_invariant)
         received = self._received(e, num_tokens)
         return cost_of(self._watch.repeat(lambda: experts(received), until_s))
 

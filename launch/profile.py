@@ -217,6 +217,8 @@ def fingerprint(model: ModelConfig) -> dict[str, Any]:
     told |= {"dtype": str(model.dtype).removeprefix("torch."), "dense_layers": sorted(model.dense_layers)}
     for name in ("eos_token_ids", "rms_norm_eps", "rope_theta", "rope_scaling", "max_position"):
         told.pop(name, None)
+    if not model.batch_invariant:  # as in profiles from before there was a choice
+        told.pop("batch_invariant")
     return cast("dict[str, Any]", json.loads(json.dumps(told, default=str)))
 
 

@@ -123,7 +123,7 @@ def shared_options(options: EngineOptions) -> dict[str, str]:
 class Resolved:
     """The effective configuration, where options said `auto`, were bounded, or say nothing."""
 
-    model: ModelConfig  # with the effective dtype
+    model: ModelConfig  # with the effective dtype, and as batch-invariant as asked for
     limits: Limits
     dbo: DBOConfig
 
@@ -131,7 +131,7 @@ class Resolved:
 def resolve(options: EngineOptions, model: ModelConfig) -> Resolved:
     """What the options come to for this model. Raises ConfigError, also for a KV cache of less than two blocks."""
     dtype = model.dtype if options.dtype == "auto" else DTYPES[options.dtype]
-    model = replace(model, dtype=dtype)
+    model = replace(model, dtype=dtype, batch_invariant=options.batch_invariant)
     max_model_len = options.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError("--max-model-len", max_model_len, f"up to the model's own {model.max_position}", "")
@@ -171,6 +171,7 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
             config=resolved.model,
             max_tokens_per_rank=-(-resolved.limits.max_num_tokens // multiple) * multiple,
             check=clock.check,
+            batch_invariant=resolved.model.batch_invariant,
         )
         if options.whole_comm_sms is not None:
             set_whole_comm_sms(all2all, mesh.device, options.whole_comm_sms)
@@ -183,6 +184,7 @@ def load_engine(options: EngineOptions, resolved: Resolved, mesh: Mesh, *, model
             load_format=options.load_format,
             seed=options.seed,
             offload_layers=options.offload_layers,
+            batch_invariant=resolved.model.batch_invariant,
         )
         limits = resolved.limits
         kv = KVCache(resolved.model, limits.num_blocks, limits.block_size, resolved.model.dtype, mesh.device)
@@ -250,7 +252,7 @@ def banner(options: EngineOptions, resolved: Resolved, engine: Engine) -> list[s
     changed = [f"{name} {asked} -> {got}" for name, (asked, got) in effective.items() if asked != got]
     room = limits.max_request_tokens
     return [
-        f"{_ranks_line(mesh)}, {resolved.model.family} {dtype}, "
+        f"{_ranks_line(mesh)}, {resolved.model.family} {dtype}{', batch-invariant' * resolved.model.batch_invariant}, "
         f"all2all {engine.all2all.name}, torch {torch.__version__}",
         f"KV cache of up to {limits.num_blocks} blocks of {limits.block_size} tokens, here {engine.limits.num_blocks}; "
         f"at most {limits.max_num_seqs} requests and {limits.max_num_tokens} tokens a step, {room} tokens a request",

@@ -52,6 +52,10 @@ class ModelConfig:
     sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` tokens before it
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16  # what the checkpoint stores
+    batch_invariant: bool = False
+    """A token's hidden state and logits are, bit for bit, a function of its own request alone, for a given number of
+    ranks and device: whatever is in its batch, however that is cut or padded. No checkpoint says so; whoever runs it
+    does. Slower."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):

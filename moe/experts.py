@@ -4,8 +4,8 @@ Its own file because it is where the time goes, and where devices differ: `make_
 behind it may keep the weights in whatever form multiplies fastest.
 
 Invariants: a row's result depends on that row, its ids and its weights, and not on the rows beside it (but for what a
-matrix product of another size rounds differently); experts are added in ascending order, in float32, so the same batch
-gives the same bits; filler rows give 0, NaN or not.
+matrix product of another size rounds differently, unless `batch_invariant` is asked for); experts are added in
+ascending order, in float32, so the same batch gives the same bits; filler rows give 0, NaN or not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe.all2all.base import Dispatched
-from moe.linear import Linear, make_linear, plain_linear
+from moe.blocks import product_in_blocks
+from moe.linear import Linear, has_tiles, make_linear, plain_linear
+from moe.swiglu import swiglu
 
 Experts = Callable[[Dispatched], Tensor]
 
@@ -34,20 +35,19 @@ class ExpertWeights:
     w_down: Tensor
 
 
-def make_experts(weights: ExpertWeights, *, packed: bool = True) -> Experts:
+def make_experts(weights: ExpertWeights, *, packed: bool = True, batch_invariant: bool = False) -> Experts:
     """Make the function that runs the rows of a `Dispatched` through the experts they chose.
 
     It gives, contiguous and in the dtype of `received.x`: for the rows layout [n, hidden], weighted and summed over
     these experts; for the padded layout [num_local_experts, capacity, hidden], not weighted, undefined beyond each
     expert's count. The weights may be kept in another form: a caller that drops its tensors has them in memory once.
-    `packed=False` keeps them as they are, for tensors whose values change.
+    `packed=False` keeps them as they are, for tensors whose values change. `batch_invariant`: see `ModelConfig`.
     """
-    if weights.w_gate_up.is_cuda:
+    if has_tiles(weights.w_gate_up) and has_tiles(weights.w_down):
         from moe.experts_cuda import CudaExperts  # a laptop has no Triton
 
-        if CudaExperts.takes(weights.w_gate_up) and CudaExperts.takes(weights.w_down):
-            return CudaExperts(weights.w_gate_up, weights.w_down)
-    return _ExpertByExpert(weights, packed)
+        return CudaExperts(weights.w_gate_up, weights.w_down, batch_invariant=batch_invariant)
+    return _ExpertByExpert(weights, packed, batch_invariant)
 
 
 class _ExpertByExpert:
@@ -58,8 +58,13 @@ class _ExpertByExpert:
 
     reads_host = True
 
-    def __init__(self, weights: ExpertWeights, packed: bool = True):
-        linear = make_linear if packed else plain_linear
+    def __init__(self, weights: ExpertWeights, packed: bool = True, batch_invariant: bool = False):
+        self._batch_invariant = batch_invariant
+
+        def linear(weight: Tensor) -> Linear:
+            made = make_linear(weight) if packed else plain_linear(weight)
+            return product_in_blocks(made) if batch_invariant else made
+
         self._gate_up = [linear(weight) for weight in weights.w_gate_up]
         self._down = [linear(weight) for weight in weights.w_down]
 
@@ -91,8 +96,8 @@ class _ExpertByExpert:
 
     def _mlp(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """x [n, hidden], n > 0, the first `counts[0]` rows for expert 0 and so on -> [n, hidden]."""
-        gate, up = _grouped(self._gate_up, x, counts).chunk(2, dim=-1)
-        return _grouped(self._down, F.silu(gate).mul_(up), counts)
+        h = swiglu(_grouped(self._gate_up, x, counts), batch_invariant=self._batch_invariant)
+        return _grouped(self._down, h, counts)
 
 
 def _grouped(linears: Sequence[Linear], x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -18,18 +18,17 @@ from moe.kernels.permute import make_permutation, padded_tiles
 from moe.kernels.weighted_sum import weighted_sum
 
 _TILES = (16, 32, 64, 128)  # rows
+_FIXED_TILE = 64  # where the rows of a batch must not decide
 
 
 class CudaExperts:
     """See `moe.experts.make_experts`, and `ExpertWeights` for the shapes."""
 
-    def __init__(self, w_gate_up: Tensor, w_down: Tensor):
+    def __init__(self, w_gate_up: Tensor, w_down: Tensor, *, batch_invariant: bool = False):
+        """For weights that `moe.linear.has_tiles`. Tiles of one size each add up in one order; `batch_invariant` (see
+        `ModelConfig`) takes the same size for every batch."""
         self._w_gate_up, self._w_down = GroupedWeight(w_gate_up.contiguous()), GroupedWeight(w_down.contiguous())
-
-    @staticmethod
-    def takes(weight: Tensor) -> bool:
-        """Whether this form serves a weight [.., .., depth]: on a GPU, of a type and depth that its loads can carry."""
-        return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[-1] % 8 == 0
+        self._batch_invariant = batch_invariant
 
     def __call__(self, received: Dispatched) -> Tensor:
         """Run what was received; see `moe.experts.make_experts`."""
@@ -43,16 +42,19 @@ class CudaExperts:
     def _rows(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expected: int | None) -> Tensor:
         num_experts, num_slots = self._w_gate_up.shape[0], topk_idx.numel()
         made = make_permutation(
-            topk_idx, num_experts, _tile(num_slots // num_experts if expected is None else expected)
+            topk_idx, num_experts, self._tile(num_slots // num_experts if expected is None else expected)
         )
         h = grouped_swiglu(x, made.source, self._w_gate_up, made.tiles, num_slots)
         return weighted_sum(grouped_product(h, self._w_down, made.tiles), made.position, topk_weights)
 
     def _padded(self, x: Tensor, counts: Tensor, expected: int | None) -> Tensor:
         num_experts, capacity, _ = x.shape
-        tiles = padded_tiles(counts, capacity, _tile(capacity if expected is None else expected, capacity))
+        tiles = padded_tiles(counts, capacity, self._tile(capacity if expected is None else expected, capacity))
         h = grouped_swiglu(x.flatten(0, 1), None, self._w_gate_up, tiles, num_experts * capacity)
         return grouped_product(h, self._w_down, tiles).view(x.shape)
+
+    def _tile(self, rows_per_expert: int, at_most: float = math.inf) -> int:
+        return _FIXED_TILE if self._batch_invariant else _tile(rows_per_expert, at_most)
 
 
 def _tile(rows_per_expert: int, at_most: float = math.inf) -> int:

@@ -30,8 +30,11 @@ class MoELayer:
         experts: ExpertWeights,
         all2all: All2All,
         shared: Callable[[Tensor], Tensor] | None = None,
+        *,
+        batch_invariant: bool = False,
     ):
-        self.router, self.experts, self.all2all, self.shared = router, make_experts(experts), all2all, shared
+        self.router, self.all2all, self.shared = router, all2all, shared
+        self.experts = make_experts(experts, batch_invariant=batch_invariant)
 
     def __call__(
         self,

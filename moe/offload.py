@@ -62,5 +62,6 @@ def attach(model: Model, layers: list[int], offloader: Offloader) -> None:
         mlp, held = model.layers[index].mlp, offloader.weights(k)
         assert isinstance(mlp, RoutedMLP)
         weights = ExpertWeights(w_gate_up=held["w_gate_up"], w_down=held["w_down"])
-        mlp.moe.experts = OffloadedExperts(offloader, k, make_experts(weights, packed=False))
+        experts = make_experts(weights, packed=False, batch_invariant=model.config.batch_invariant)
+        mlp.moe.experts = OffloadedExperts(offloader, k, experts)
     model.offloader = offloader

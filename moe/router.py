@@ -8,11 +8,14 @@ and weight 0, whatever they contain.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from moe.blocks import row_by_row
+from moe.linear import Linear, make_linear, plain_linear
 
 
 class Route(Protocol):
@@ -33,29 +36,56 @@ class Router:
     gate: Tensor
     num_topk: int
     norm_topk_prob: bool
+    batch_invariant: bool = False  # see `ModelConfig`
+
+    @cached_property
+    def _scores(self) -> Linear:
+        return make_linear(self.gate, batch_invariant=True) if self.batch_invariant else plain_linear(self.gate)
 
     def __call__(self, x: Tensor, num_tokens: int | Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Route`; `slots` does not matter here."""
-        logits = F.linear(x.to(self.gate.dtype), self.gate)
+        logits = self._scores(x.to(self.gate.dtype))
         if logits.is_cuda:
             from moe.kernels.topk import softmax_topk  # `route` in one launch
 
             return softmax_topk(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
-        return route(logits, self.num_topk, norm_topk_prob=self.norm_topk_prob, num_tokens=num_tokens)
+        return route(
+            logits,
+            self.num_topk,
+            norm_topk_prob=self.norm_topk_prob,
+            num_tokens=num_tokens,
+            batch_invariant=self.batch_invariant,
+        )
 
 
-def route(logits: Tensor, num_topk: int, *, norm_topk_prob: bool, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor,
+    num_topk: int,
+    *,
+    norm_topk_prob: bool,
+    num_tokens: int | Tensor,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in float32, then the `num_topk` largest; they sum to 1 if `norm_topk_prob`.
 
     logits [T, num_experts] of any float type; `num_tokens` an int, or a 0-d device tensor where a graph replays
-    with other counts. Gives topk_weights [T, num_topk] float32 and topk_idx [T, num_topk] int64, largest weight
-    first; -1 and 0 in padded rows.
+    with other counts; `batch_invariant`: see `ModelConfig`. Gives topk_weights [T, num_topk] float32 and topk_idx
+    [T, num_topk] int64, largest weight first; -1 and 0 in padded rows.
     """
-    weights, experts = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(num_topk, dim=-1)
+    chosen = row_by_row(_softmax, logits) if batch_invariant else _softmax(logits)
+    weights, experts = chosen.topk(num_topk, dim=-1)
     if norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = row_by_row(_shares, weights) if batch_invariant else _shares(weights)
     padded = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens).unsqueeze(-1)
     return weights.masked_fill(padded, 0.0), experts.masked_fill(padded, -1)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def _shares(weights: Tensor) -> Tensor:
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
 # ---------------------------------------------------------------------------------------------- for experiments

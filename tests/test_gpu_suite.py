@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import routing, setup, suite, summary
+from benchmarks.gpu import demo, routing, setup, suite, summary
 from benchmarks.gpu.clock import covered
 from dbo.agreement import Agreement, Vote
 from dbo.config import DBOConfig
@@ -134,6 +134,25 @@ def test_sizes_whose_gate_failed_have_no_figures():
     for size in found["sizes"]:
         size["gates"]["passed"] = False
     assert summary.of_prefill(found) == {}
+
+
+def test_answers_of_invariant_arms_may_not_part_where_others_may():
+    def answer(*tokens):
+        top = [[[5, -1.0], [6, -1.01]]] * len(tokens)  # as good as undecided
+        return {"id": "a", "token_ids": list(tokens), "logprobs": [{"top": each} for each in top]}
+
+    answers = {"off": [answer(5, 5)], "on": [answer(5, 6)]}
+    assert demo.compare(answers["off"], answers["on"])["passed"]
+    same, other = ([answer(5, 5)], [answer(5, 6)])
+    for on, part in ((same, 0), (other, 1)):
+        found = {
+            "against_cpu": None,
+            "against_off": {},
+            "invariant": demo.compare_invariant({**answers, "off, invariant": same, "on, invariant": on}),
+        }
+        assert suite._gate_failed(found) == bool(part)
+        assert summary.of_demo(found)["demo_answers_that_part_invariant"]["value"] == part
+    assert {"off, invariant", "on, invariant", "on, greenlets, invariant"} <= set(demo.REHEARSED)
 
 
 def test_calls_that_others_disturbed_do_not_count_as_quiet(monkeypatch):

@@ -6,7 +6,7 @@
 20 chat prompts, 48 greedy tokens. A GGUF file is first turned into a mixture of 8 experts, in bfloat16 for the GPU and
 in float32 for what is expected. Two answers are the same up to the first token at which they part, and there the
 expected model must have been undecided: its two likeliest tokens closer than `NEAR_TIE`. Between arms the same holds,
-and rows that part are counted.
+and rows that part are counted. With `--batch-invariant` no answer may part from that of another arm, undecided or not.
 
 The experts are copies, so the mixture is as decided as its source. With experts that differ (`--noise 0.2`) the router
 is undecided too, and bfloat16 alone changes 16 of the 20 answers on a CPU, by up to 0.7 nats; without, 6, by 0.1. That
@@ -33,6 +33,9 @@ ARMS: dict[str, list[str]] = {
     "on, greenlets": ["--overlap", "on", *LOW, "--driver", "greenlet"],
     "on, torch": ["--overlap", "on", *LOW, "--all2all", "torch"],
 }
+INVARIANT = ", invariant"  # ends the names of arms that must agree token for token
+ARMS |= {f"{arm}{INVARIANT}": [*options, "--batch-invariant"] for arm, options in ARMS.items() if "torch" not in arm}
+REHEARSED = ("off", "on", *(arm for arm in ARMS if arm.endswith(INVARIANT)))
 TINY = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 512, "hidden_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -89,6 +92,13 @@ def compare(expected: list[Row], got: list[Row]) -> dict[str, Any]:
     return {"prompts": len(expected), "part": len(partings), "largest_gap": largest, "passed": largest <= NEAR_TIE}
 
 
+def compare_invariant(answers: dict[str, list[Row]]) -> dict[str, dict[str, Any]]:
+    """The arms with `--batch-invariant` against the first of them: where one answer parts, it has not passed."""
+    first, *others = [arm for arm in answers if arm.endswith(INVARIANT)]
+    compared = {arm: compare(answers[first], answers[arm]) for arm in others}
+    return {arm: {**found, "passed": found["part"] == 0} for arm, found in compared.items()}
+
+
 def rehearsed(directory: Path) -> tuple[Path, Path, list[str]]:
     """A tiny model of random weights, and prompts for it."""
     model, prompts = directory / "tiny", directory / "tiny.jsonl"
@@ -122,7 +132,7 @@ def main() -> None:
     else:
         model = upcycled(args.model, "bfloat16", work)
         options += ["--device", "cuda", "--dtype", "bfloat16"]
-    arms = dict(list(ARMS.items())[:2]) if args.rehearse else ARMS
+    arms = {arm: ARMS[arm] for arm in REHEARSED} if args.rehearse else ARMS
     answers = {
         arm: generate(model, prompts, [*options, *more], args.ranks, work / "out.jsonl") for arm, more in arms.items()
     }
@@ -134,6 +144,7 @@ def main() -> None:
         "command": command(),
         "against_cpu": compare(expected, off) if expected is not off else None,
         "against_off": {arm: compare(off, rows) for arm, rows in answers.items() if arm != "off"},
+        "invariant": compare_invariant(answers),
         "answers": {row["id"]: row["text"] for row in off},
     }
     print({key: value for key, value in found.items() if key != "answers"}, flush=True)

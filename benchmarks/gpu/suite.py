@@ -110,21 +110,21 @@ PARTS = (
         name="prefill-deepseek", call=3, seconds=110, module="benchmarks.gpu.prefill",
         arguments="--shape deepseek-v3 --num-layers 2 --tokens 8192,16384,4096,2048,32768 --sms 8,16,24 --rounds 5",
     ),
-    Part(name="demo", call=3, seconds=110, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
     Part(name="soak", call=3, seconds=200, module="benchmarks.gpu.soak", arguments="--seconds 180"),
+    Part(
+        name="conformance-options", call=3, seconds=60, module=CONFORMANCE,
+        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 10",
+    ),
+    Part(
+        name="conformance-local", call=3, seconds=25, module=CONFORMANCE,
+        arguments="local --rounds 200 --seconds 10", ranks=1,
+    ),
     Part(name="auto", call=4, seconds=190, module="benchmarks.gpu.auto", arguments="--ranks {ranks}", ranks=0),
     Part(
         name="conformance", call=4, seconds=110, module=CONFORMANCE,
         arguments="deepep_ht deepep_ll torch deepep --rounds 200 --seconds 10",
     ),
-    Part(
-        name="conformance-options", call=4, seconds=60, module=CONFORMANCE,
-        arguments="deepep_ht:fp8 deepep_ht:sync deepep_ll:fp8 --rounds 200 --seconds 10",
-    ),
-    Part(
-        name="conformance-local", call=4, seconds=25, module=CONFORMANCE,
-        arguments="local --rounds 200 --seconds 10", ranks=1,
-    ),
+    Part(name="demo", call=4, seconds=210, module="benchmarks.gpu.demo", arguments="--ranks {ranks}", ranks=0),
 )  # fmt: skip
 
 

@@ -182,6 +182,10 @@ def of_demo(found: Found) -> dict[str, Figure]:
     for arm, compared in found["against_off"].items():
         name = arm.replace(", ", "_")
         figures[f"demo_answers_that_part_{name}_from_off"] = single(compared["part"], "of 20")
+    if "invariant" in found:  # the arm in which most do
+        figures["demo_answers_that_part_invariant"] = single(
+            max(c["part"] for c in found["invariant"].values()), "of 20"
+        )
     return figures
 
 

@@ -35,15 +35,22 @@ def make_all2all(
     config: ExpertShape,
     max_tokens_per_rank: int,
     check: Callable[[], None] | None = None,
+    batch_invariant: bool = False,
 ) -> All2All:
     """Make the backend `name` for the ranks of `group`: "auto", a key of `BACKENDS`, or "module:Class" of your own.
 
     `max_tokens_per_rank`: rows of the largest batch of any rank, the same on all; `check` is called while the
     host waits and raises to abandon the wait. "auto" is local for one rank, deepep where it is installed and takes the
-    model, else torch; rank 0 logs which and why. Raises ConfigError for a name that does not exist.
+    model, else torch; rank 0 logs which and why. With `batch_invariant` it is deepep_ht in deepep's place, which takes
+    other kernels, that add up in another order, for a small batch. Raises ConfigError for a name that does not exist,
+    and for deepep with `batch_invariant`.
     """
+    if batch_invariant and name == "deepep":
+        allowed = "a transport with the same kernels for every batch size (--batch-invariant)"
+        raise ConfigError("all2all", name, allowed, "use deepep_ht, or deepep_ll for small batches")
     if name == "auto":
         name, why = _choose(group, device, config)
+        name = "deepep_ht" if batch_invariant and name == "deepep" else name
         if group is None or group.rank() == 0:
             logging.getLogger(__name__).info("all2all: %s (%s)", name, why)
     backend = _load(BACKENDS.get(name, name))

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from dbo.slices import IntArray
 from moe.attention import cudnn_packed
+from moe.attention.cuda_common import store_heads, to_device
 from moe.attention.cudnn_packed import PackedPrompts
 from moe.attention.segments import Segment, plan_segments
 from moe.batch import FixedInputs, ForwardBatch
 from moe.config import ModelConfig
 from moe.kernels.key_slots import key_slots
 from moe.kernels.paged_decode import paged_decode
-from moe.kernels.rope import rotate_and_cache
 from moe.kernels.sizes import power_of_2
 from moe.kv_cache import KVCache
 from moe.sms import compute_sms
@@ -77,7 +77,7 @@ class CudaAttention:
         prompts = query_lens[n:], seq_lens[n:]
         segments = plan_segments(*prompts, config.sliding_window) if num_requests > n else []
         offsets = [_offsets(lens[s.first : s.last]) for s in segments if s.length is None for lens in prompts]
-        parts = iter(_to_device([seq_lens[:n], *offsets] if n else offsets, batch.input_ids.device))
+        parts = iter(to_device([seq_lens[:n], *offsets] if n else offsets, batch.input_ids.device))
         if n:
             self._decode_lens = next(parts)
             self._num_splits = self._choose_splits(int(seq_lens[:n].max()), batch.input_ids.device)
@@ -92,25 +92,9 @@ class CudaAttention:
     def store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> Sequence[Tensor]:
-        """The part that is the same for all lengths, so graphs of any mode may hold it: norms and angles, in place,
-        and the writing of keys and values. Gives the query, key and value heads of `qkv`, each [T, heads, head_dim]."""
-        c, (keys, values) = self._config, self._kv.layer(layer)
-        rotate_and_cache(
-            qkv,
-            q_norm,
-            k_norm,
-            *angles,
-            self._batch.slot_mapping,
-            keys,
-            values,
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            eps=c.rms_norm_eps,
-        )
-        heads = qkv.view(qkv.shape[0], qkv.shape[1] // c.head_dim, c.head_dim)
-        sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
-        parts: Sequence[Tensor] = heads.split_with_sizes(sizes, 1)  # `split` is slow Python
-        return parts
+        """See `store_heads`: the same for all lengths, so graphs of any mode may hold it."""
+        slots, cache = self._batch.slot_mapping, self._kv.layer(layer)
+        return store_heads(self._config, qkv, q_norm, k_norm, angles, slots, cache)
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """The other part: every query sees its keys. [T, num_heads * head_dim], in `out` if given."""
@@ -231,16 +215,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, prompts: PackedPrompts, window: int 
         window_size_right=None if window is None else 0,
     )[0]
     return result
-
-
-def _to_device(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> Sequence[Tensor]:
-    """Each as int32 on the device, by one copy that the host does not wait for; none for nothing."""
-    if not arrays:
-        return ()
-    host = torch.from_numpy(np.concatenate(arrays)).to(torch.int32)
-    on_device = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-    parts: Sequence[Tensor] = on_device.split([len(array) for array in arrays])
-    return parts
 
 
 def _offsets(lens: IntArray) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.blocks import row_by_row
 from moe.config import ModelConfig
 
 
@@ -24,7 +25,7 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         speeds = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
-        self._scale = 1.0
+        self._scale, self._batch_invariant = 1.0, config.batch_invariant
         scaling = config.rope_scaling or {"rope_type": "default"}
         match scaling["rope_type"]:
             case "linear":
@@ -40,6 +41,9 @@ class Rotary:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [T, 1, head_dim / 2], for positions [T] int64; once a forward, for all layers."""
         angle = positions[:, None, None] * self.speeds
+        if self._batch_invariant:
+            cos, sin = (row_by_row(function, angle) * self._scale for function in (torch.cos, torch.sin))
+            return cos.to(dtype), sin.to(dtype)
         if self._scale != 1.0:
             return (angle.cos() * self._scale).to(dtype), (angle.sin() * self._scale).to(dtype)
         cos, sin = (torch.empty(angle.shape, dtype=dtype, device=angle.device) for _ in range(2))

@@ -28,7 +28,7 @@ from moe.sms import compute_sms, shared_sms
 
 
 @triton.jit
-def _tile(
+def product_tile(
     x,
     source,
     weight,
@@ -102,12 +102,12 @@ def _grouped_kernel(
         end = tl.load(span + 2)
         col = (tile % tiles_n) * BLOCK_N
         if HALVES and end - first <= BLOCK_M // 2:  # an expert's last rows: the rest of a tile would be for nothing
-            _tile(
+            product_tile(
                 x, source, weight, out, expert, first, end, col, width, x_stride,
                 DEPTH, GATED, GATHER, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            _tile(
+            product_tile(
                 x, source, weight, out, expert, first, end, col, width, x_stride,
                 DEPTH, GATED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip

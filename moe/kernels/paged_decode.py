@@ -3,8 +3,8 @@
 Its own file because prefill is served by library kernels and decode is not: each request reads its own blocks through
 its block table, lengths are read on the device, and one launch (two where few requests have long contexts) serves the
 whole batch. Invariants: a request's result does not depend on the other requests of the batch, only on how many there
-are and on `num_splits`; a request of length 0 (padding) gives zeros. The split of the keys over programs and their
-merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
+are, unless `block` is given, and on `num_splits`; a request of length 0 (padding) gives zeros. The split of the keys
+over programs and their merge by log-sum-exp is Flash-Decoding's (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -121,13 +121,15 @@ def paged_decode(
     *,
     window: int | None = None,
     num_splits: int = 1,
+    block: int | None = None,
 ) -> Tensor:
     """Attend q [B, num_heads, head_dim] (heads contiguous, rows strided) to the first seq_lens[b] cached tokens of
     each request.
 
     k_cache, v_cache [num_blocks, page, num_kv_heads, head_dim]; block_tables [B, max_blocks] int32; seq_lens [B] int,
     with the new token counted; `window`: a token sees itself and the `window - 1` before it; `num_splits` a power of
-    2. Gives [B, num_heads, head_dim].
+    2; `block`: keys that a program reads at once (16, 32 or 64), None = as the number of programs suggests. Gives
+    [B, num_heads, head_dim].
     """
     num_requests, num_heads, head_dim = q.shape
     page, num_kv_heads = k_cache.shape[1:3]
@@ -142,7 +144,8 @@ def paged_decode(
     group = num_heads // num_kv_heads
     dim_block = power_of_2(head_dim)
     programs = num_requests * num_kv_heads * num_splits
-    block, num_warps = (16, 1) if programs >= _MANY_PROGRAMS else (64, 4) if programs <= _FEW_PROGRAMS else (32, 2)
+    if block is None:
+        block = 16 if programs >= _MANY_PROGRAMS else 64 if programs <= _FEW_PROGRAMS else 32
     _decode(
         (num_requests, num_kv_heads, num_splits),
         q,
@@ -164,7 +167,7 @@ def paged_decode(
         PAGE=page,
         BLOCK=block,
         SPLITS=num_splits,
-        num_warps=num_warps,
+        num_warps=block // 16,
     )
     if num_splits > 1:
         _merge(

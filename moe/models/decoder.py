@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from moe.linear import Linear, make_head, make_linear
 from moe.models.family import Family
 from moe.norm import add_rms_norm
 from moe.router import Router
+from moe.swiglu import swiglu
 from moe.weights import Param, Piece
 
 Params = dict[str, Tensor]
@@ -53,11 +55,12 @@ class Model:
         self.embedding = params.pop("embedding")
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.layers = [_make_layer(config, _take(params, f"layers.{i}."), all2all, i) for i in range(config.num_layers)]
-        self.attention = attention or choose_attention(self.device, self.dtype)
+        self.attention = attention or choose_attention(self.device, self.dtype, batch_invariant=config.batch_invariant)
         self._rotary = Rotary(config, self.device)
         self.offloader: Offloader | None = None  # of weights that are not always here
-        self._final_norm = params.pop("final_norm")
-        self._head = make_head(self.embedding if config.tie_embeddings else params.pop("head"))
+        self._final_norm = _make_norm(config, params.pop("final_norm"))
+        head = self.embedding if config.tie_embeddings else params.pop("head")
+        self._head = make_head(head, batch_invariant=config.batch_invariant)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -82,7 +85,7 @@ class Model:
     @torch.inference_mode()
     def compute_logits(self, rows: Tensor) -> Tensor:
         """rows [n, H] of what the forward returned -> [n, vocab_size] float32."""
-        return self._head(add_rms_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[0])
+        return self._head(self._final_norm(rows, None)[0])
 
 
 @dataclass(kw_only=True)
@@ -143,45 +146,49 @@ def _take(params: Params, prefix: str) -> Params:
 
 
 def _make_layer(config: ModelConfig, params: Params, all2all: All2All, index: int) -> Layer:
-    attention_norm, mlp_norm = params["attention_norm"], params["mlp_norm"]
+    linear = partial(make_linear, batch_invariant=config.batch_invariant)
     return Layer(
         attention=SelfAttention(
             index=index,
-            qkv=make_linear(params["qkv"], params.get("qkv_bias")),
-            out=make_linear(params["out"], params.get("out_bias")),
+            qkv=linear(params["qkv"], params.get("qkv_bias")),
+            out=linear(params["out"], params.get("out_bias")),
             q_norm=params.get("q_norm"),
             k_norm=params.get("k_norm"),
         ),
-        attention_norm=lambda x, residual: add_rms_norm(x, residual, attention_norm, config.rms_norm_eps),
-        mlp=_dense_mlp(params) if index in config.dense_layers else _routed_mlp(config, params, all2all),
-        mlp_norm=lambda x, residual: add_rms_norm(x, residual, mlp_norm, config.rms_norm_eps),
+        attention_norm=_make_norm(config, params["attention_norm"]),
+        mlp=_dense_mlp(config, params) if index in config.dense_layers else _routed_mlp(config, params, all2all),
+        mlp_norm=_make_norm(config, params["mlp_norm"]),
     )
 
 
-def _dense_mlp(params: Params) -> Callable[[Tensor, ForwardBatch], Tensor]:
-    mlp = _swiglu(params["w_gate_up"], params["w_down"])
+def _make_norm(config: ModelConfig, weight: Tensor) -> Norm:
+    eps, batch_invariant = config.rms_norm_eps, config.batch_invariant
+    return lambda x, residual: add_rms_norm(x, residual, weight, eps, batch_invariant=batch_invariant)
+
+
+def _dense_mlp(config: ModelConfig, params: Params) -> Callable[[Tensor, ForwardBatch], Tensor]:
+    mlp = _make_mlp(config, params["w_gate_up"], params["w_down"])
     return lambda x, batch: mlp(x)
 
 
 def _routed_mlp(config: ModelConfig, params: Params, all2all: All2All) -> RoutedMLP:
-    return RoutedMLP(
-        MoELayer(
-            Router(gate=params["router"], num_topk=config.num_topk, norm_topk_prob=config.norm_topk_prob),
-            ExpertWeights(w_gate_up=params["w_gate_up"], w_down=params["w_down"]),
-            all2all,
-            _swiglu(params["shared_gate_up"], params["shared_down"]) if config.shared_expert_width else None,
-        )
+    shared = None
+    if config.shared_expert_width:
+        shared = _make_mlp(config, params["shared_gate_up"], params["shared_down"])
+    router = Router(
+        gate=params["router"],
+        num_topk=config.num_topk,
+        norm_topk_prob=config.norm_topk_prob,
+        batch_invariant=config.batch_invariant,
     )
+    experts = ExpertWeights(w_gate_up=params["w_gate_up"], w_down=params["w_down"])
+    return RoutedMLP(MoELayer(router, experts, all2all, shared, batch_invariant=config.batch_invariant))
 
 
-def _swiglu(w_gate_up: Tensor, w_down: Tensor) -> Linear:
-    gate_up, down = make_linear(w_gate_up), make_linear(w_down)
-
-    def mlp(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return down(F.silu(gate) * up)
-
-    return mlp
+def _make_mlp(config: ModelConfig, w_gate_up: Tensor, w_down: Tensor) -> Linear:
+    batch_invariant = config.batch_invariant
+    gate_up, down = (make_linear(weight, batch_invariant=batch_invariant) for weight in (w_gate_up, w_down))
+    return lambda x: down(swiglu(gate_up(x), batch_invariant=batch_invariant))
 
 
 # ------------------------------------------------------------------------------------------------ parameters

@@ -30,13 +30,15 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     offload_layers: int = 0,
+    batch_invariant: bool = False,
     progress: bool = True,
 ) -> Model:
     """Load what rank `all2all.ep_rank` holds of a Hugging Face directory; a ModelConfig gets random weights.
 
     `dtype="auto"` keeps the checkpoint's. `load_format="dummy"` takes only the shape from `model` and random weights
     from `seed`, the same for any number of ranks. The experts of `offload_layers` layers live in host memory, see
-    `Model.offloader`. The progress bar (standard error) is rank 0's. Blocks until loaded.
+    `Model.offloader`. `batch_invariant` here or in `model`: see `ModelConfig`. The progress bar (standard error) is
+    rank 0's. Blocks until loaded.
     Raises ConfigError for what the config asks and WeightError for what the checkpoint lacks, on every rank alike and
     before anything is loaded; takes part in no collective.
     """
@@ -60,7 +62,8 @@ def load_model(
         on_host=parameters_on_host(layers),
     )
     offloader = offload(params, layers, torch.device(device))
-    loaded = Model(replace(config, dtype=kept), params, all2all)
+    config = replace(config, dtype=kept, batch_invariant=batch_invariant or config.batch_invariant)
+    loaded = Model(config, params, all2all)
     if offloader is not None:
         attach(loaded, layers, offloader)
     return loaded

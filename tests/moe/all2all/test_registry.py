@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dbo.errors import ConfigError
+from moe.all2all import registry
 from moe.all2all.base import Capabilities, check_in_flight, expert_range
 from moe.all2all.local import LocalAll2All
 from moe.all2all.registry import make_all2all
@@ -66,6 +67,24 @@ def test_more_ubatches_than_operations_in_flight_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_ubatches=3.*exceeds deepep_ll's 2 operations in flight; use 2 or"):
         check_in_flight(backend, 3)
     check_in_flight(make("local"), 8)
+
+
+def test_batch_invariant_runs_take_one_set_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded:
+        def __init__(self, **setup: Any) -> None:
+            pass
+
+    loaded: list[str] = []
+    monkeypatch.setattr(registry, "_load", lambda path: loaded.append(path) or Recorded)
+    monkeypatch.setattr(registry, "_choose", lambda *_: ("deepep", "deep_ep is installed"))
+    setup: Any = {"group": None, "device": CPU, "config": ONE, "max_tokens_per_rank": 16}
+    for batch_invariant in (False, True):
+        make_all2all("auto", **setup, batch_invariant=batch_invariant)
+    make_all2all("deepep", **setup)
+    make_all2all("deepep_ll", **setup, batch_invariant=True)
+    assert loaded == [registry.BACKENDS[name] for name in ("deepep", "deepep_ht", "deepep", "deepep_ll")]
+    with pytest.raises(ConfigError, match=r"\(--batch-invariant\); use deepep_ht, or deepep_ll"):
+        make_all2all("deepep", **setup, batch_invariant=True)
 
 
 class Swapping(LocalAll2All):

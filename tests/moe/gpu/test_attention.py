@@ -15,6 +15,7 @@ from moe.batch import ForwardBatch
 from moe.config import named_shape
 from moe.kv_cache import KVCache
 from tests.moe.kernels import conftest  # noqa: F401  # has the kernels interpreted where there is no GPU
+from tests.moe.test_attention_by_token import fixed
 
 BATCHES = {  # (new tokens, tokens after them) of each request
     "decodes": [(1, 1), (1, 7), (1, 300), (1, 1000)],
@@ -142,9 +143,10 @@ def test_matches_the_plain_form(name, num_padded, qk_norm, cudnn, monkeypatch):
     check(BATCHES[name], num_padded, config, device, torch.bfloat16, norms, 2e-2)
 
 
-def check(requests, num_padded, config, device, dtype, norms, tolerance):
+def check(requests, num_padded, config, device, dtype, norms, tolerance, fast=None):
     from moe.attention.cuda import CudaAttention
 
+    fast = fast or CudaAttention
     torch.manual_seed(0)
     batch = make_batch(requests, 16, device, num_padded)
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -152,13 +154,13 @@ def check(requests, num_padded, config, device, dtype, norms, tolerance):
     angles = Rotary(config, device).angles(batch.positions, dtype)
     num_blocks = max(1, batch.block_tables.numel())
     seen, caches = [], []
-    for form in (TorchAttention, CudaAttention):
+    for form in (TorchAttention, fast):
         kv = KVCache(config, num_blocks, 16, dtype, device)
         for cache in kv.layer(0):
             cache.normal_(generator=torch.Generator(device).manual_seed(3))
         plan = form(config, batch, kv)
         seen.append(plan.attend(0, qkv.clone(), *norms, angles).float())
-        if form is CudaAttention:
+        if form is fast:
             out = torch.full_like(seen[-1], torch.nan).to(dtype)
             assert plan.attend_stored(0, *plan.store(0, qkv.clone(), *norms, angles), out) is out
             torch.testing.assert_close(out.float(), seen[-1], rtol=0, atol=0)
@@ -166,3 +168,78 @@ def check(requests, num_padded, config, device, dtype, norms, tolerance):
     torch.testing.assert_close(seen[1], seen[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(caches[1], caches[0], rtol=tolerance, atol=tolerance)
     assert not seen[1][batch.num_tokens :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_token_by_token_matches_the_plain_form(name, qk_norm):
+    from moe.attention.cuda_by_token import CudaAttentionByToken
+
+    device, config = torch.device("cuda"), named_shape("qwen3-30b-a3b")
+    norms = torch.rand(2, config.head_dim, device=device, dtype=torch.bfloat16) if qk_norm else (None, None)
+    check(BATCHES[name], 5, config, device, torch.bfloat16, norms, 2e-2, CudaAttentionByToken)
+
+
+def by_token(config, batch, qkv, kv, rotary):
+    from moe.attention.cuda_by_token import CudaAttentionByToken
+
+    angles = rotary.angles(batch.positions, torch.bfloat16)
+    return CudaAttentionByToken(config, batch, kv).attend(0, qkv.clone(), None, None, angles)
+
+
+def filled_cache(config, num_blocks):
+    kv = KVCache(config, num_blocks, 16, torch.bfloat16, "cuda")
+    for cache in kv.layer(0):
+        cache.normal_(generator=torch.Generator("cuda").manual_seed(3))
+    return kv
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_does_not_depend_on_its_batch(window):
+    device = torch.device("cuda")
+    config = replace(named_shape("qwen3-30b-a3b"), sliding_window=window, batch_invariant=True)
+    requests = [(300, 300), (1, 1000), (200, 290), (7, 7)]
+    batch = make_batch(requests, 16, device, 4)
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    qkv = torch.randn(len(batch.input_ids), width, device=device, dtype=torch.bfloat16)
+    kv, rotary = filled_cache(config, batch.block_tables.numel()), Rotary(config, device)
+    whole = by_token(config, batch, qkv, kv, rotary)
+    ends = np.cumsum(batch.query_lens)
+    for request, (new, total) in enumerate(requests):
+        for count in {1, min(new, 33), new}:
+            rows = slice(int(ends[request]) - count, int(ends[request]))
+            part = ForwardBatch(
+                input_ids=batch.input_ids[rows],
+                positions=batch.positions[rows],
+                slot_mapping=batch.slot_mapping[rows],
+                block_tables=batch.block_tables[request : request + 1],
+                query_lens=np.array([count], np.int32),
+                seq_lens=np.array([total], np.int32),
+                num_tokens=count,
+            )
+            assert torch.equal(by_token(config, part, qkv[rows], kv, rotary), whole[rows]), (request, count)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_it_follows_other_requests():
+    """Captured with decodes, replayed with a prompt, a decode and padding."""
+    device, config = torch.device("cuda"), replace(named_shape("qwen3-30b-a3b"), batch_invariant=True)
+    decodes = make_batch([(1, n) for n in (1, 30, 200, 7, 90, 16, 17, 400)], 16, device, 0)
+    other = make_batch([(5, 300), (1, 33)], 16, device, 2)
+    kv, rotary = filled_cache(config, 1024), Rotary(config, device)
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    qkv = torch.randn(8, width, device=device, dtype=torch.bfloat16)
+    captured, refill = (fixed(batch, 8, columns=32, uniform_decode=False) for batch in (decodes, other))
+    by_token(config, captured, qkv, kv, rotary)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = by_token(config, captured, qkv, kv, rotary)
+    for name in ("input_ids", "positions", "slot_mapping", "block_tables"):
+        getattr(captured, name).copy_(getattr(refill, name))
+    for name in ("seq_lens", "query_ends", "key_ends"):
+        getattr(captured.fixed, name).copy_(getattr(refill.fixed, name))
+    graph.replay()
+    assert torch.equal(out, by_token(config, other, qkv, kv, rotary))
+    assert not out[6:].any()

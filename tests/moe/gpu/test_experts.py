@@ -1,10 +1,13 @@
-"""The expert path on a GPU against the plain one, in both layouts, with counts at the edges of its tiles."""
+"""The expert path on a GPU against the plain one, in both layouts, with counts at the edges of its tiles; and products
+whose rows do not depend on how many there are."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe.all2all.base import Dispatched
 from moe.experts import ExpertWeights, _ExpertByExpert, make_experts
+from moe.linear import make_head, make_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -71,3 +74,38 @@ def test_a_captured_graph_follows_other_counts():
         )
         graph.replay()
         assert torch.equal(y, experts(received))
+
+
+@pytest.mark.parametrize(("depth", "width"), [(576, 200), (2048, 5120), (72, 8)])
+def test_a_row_of_a_product_does_not_depend_on_how_many_there_are(depth, width):
+    torch.manual_seed(0)
+    weight = torch.randn(width, depth, device="cuda", dtype=torch.bfloat16) / depth**0.5
+    bias = torch.randn(width, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, depth, device="cuda", dtype=torch.bfloat16)
+    for product in (make_linear(weight, bias, batch_invariant=True), make_head(weight, batch_invariant=True)):
+        whole = product(x)
+        for rows in range(1, 301):
+            assert torch.equal(product(x[:rows]), whole[:rows])
+            assert torch.equal(product(x[-rows:]), whole[-rows:])
+    torch.testing.assert_close(make_linear(weight, batch_invariant=True)(x), F.linear(x, weight), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(whole, make_head(weight)(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("hint", [None, 1000])
+def test_a_row_of_experts_does_not_depend_on_how_many_there_are(hint):
+    torch.manual_seed(0)
+    w = weights()
+    ids = torch.rand(300, 16, device="cuda").topk(4).indices
+    ids = ids.masked_fill(torch.rand(ids.shape, device="cuda") < 0.4, -1)
+    x, shares = torch.randn(300, 576, device="cuda", dtype=torch.bfloat16), torch.rand(ids.shape, device="cuda")
+    experts = make_experts(w, batch_invariant=True)
+
+    def run(rows):
+        return experts(
+            Dispatched(x=x[rows], topk_idx=ids[rows], topk_weights=shares[rows], handle=None, rows_per_expert=hint)
+        )
+
+    whole = run(slice(0, 300))
+    for count in (1, 2, 3, 15, 16, 17, 64, 65, 150, 299):
+        for rows in (slice(0, count), slice(300 - count, 300)):
+            assert torch.equal(run(rows), whole[rows]), rows

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from moe import kernels
+from moe.kernels.dense import dense_product
 from moe.kernels.fp8 import dequantise, quantise
 from moe.kernels.grouped import GroupedWeight, grouped_product, grouped_swiglu
 from moe.kernels.key_slots import key_slots
@@ -74,6 +75,7 @@ def call_all() -> None:
     local = experts // 2
     up = GroupedWeight(torch.empty(local, 2 * width, hidden, **bf16))
     down = GroupedWeight(torch.empty(local, hidden, width, **bf16))
+    projection = GroupedWeight(torch.empty(1, (heads + 2 * kv_heads) * head_dim, hidden, **bf16))
     for rows in (1, 17, 8192):
         x = torch.empty(rows, hidden, **bf16)
         ids, weights = torch.empty(rows, topk, dtype=torch.int64), torch.empty(rows, topk)
@@ -93,9 +95,11 @@ def call_all() -> None:
             )  # fmt: skip
         pages, tables = cache.unflatten(0, (-1, 16)), torch.empty(rows, 17, dtype=torch.int32)
         lens = torch.empty(rows, dtype=torch.int32)
-        for splits in (1, 4):
+        for splits, block in ((1, None), (4, None), (1, 32)):
             paged_decode(qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim)), pages, pages, tables, lens,
-                         num_splits=splits)  # fmt: skip
+                         num_splits=splits, block=block)  # fmt: skip
+        for dtype in (torch.bfloat16, torch.float32):
+            dense_product(x, projection, dtype)
         key_slots(torch.empty(9, dtype=torch.int32), tables, 0, 4096, 16)
         for block in (16, 32, 64, 128):
             made = make_permutation(ids, local, block)
