@@ -25,8 +25,8 @@ class CudaExperts:
     """See `moe.experts.make_experts`, and `ExpertWeights` for the shapes."""
 
     def __init__(self, w_gate_up: Tensor, w_down: Tensor, *, batch_invariant: bool = False):
-        """For weights that `moe.linear.has_tiles`. Tiles of one size each add up in one order; `batch_invariant` (see
-        `ModelConfig`) takes the same size for every batch."""
+        """Weights for which `moe.linear.has_tiles` holds. `batch_invariant` (see `ModelConfig`): one size of tile for
+        every batch, for tiles of another size may round otherwise."""
         self._w_gate_up, self._w_down = GroupedWeight(w_gate_up.contiguous()), GroupedWeight(w_down.contiguous())
         self._batch_invariant = batch_invariant
 

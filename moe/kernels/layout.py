@@ -20,6 +20,7 @@ from moe.kernels.sizes import ceil_div, power_of_2
 _ROWS = 64  # of `in_rank`, a program
 _PROGRAMS = 64  # that count experts, at most
 _COUNTERS = 16384  # of a program: ids that it reads at once, for each of its experts
+_CHUNK = 8192  # ids that it reads at once, at most: two lots lie in shared memory
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
         R=power_of_2(num_ranks),
         ROWS=_ROWS,
         EXPERTS=experts,
-        CHUNK=_COUNTERS // experts,
+        CHUNK=min(_CHUNK, _COUNTERS // experts),
         num_warps=16,
     )
     return per_rank, per_expert, in_rank

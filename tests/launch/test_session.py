@@ -93,10 +93,12 @@ def banner_lines(ctx, directory, changes):
         ({}, "overlap off"),
         ({"overlap": "on"}, "overlap on: 2 ubatches"),
         ({"max_model_len": 50}, "50 tokens a request"),
+        ({"batch_invariant": True}, "float32, batch-invariant, all2all"),
     ],
 )
 def test_the_banner_says_what_runs(ranks, tiny_models, changes, words):
     lines, _ = ranks(2).run(banner_lines, tiny_models("mixtral").directory, changes)
-    assert lines[0].startswith("2 ranks, cpu, mixtral float32, all2all torch")
+    invariant = ", batch-invariant" * changes.get("batch_invariant", False)
+    assert lines[0].startswith(f"2 ranks, cpu, mixtral float32{invariant}, all2all torch")
     assert "all2all auto -> torch" in "\n".join(lines)
     assert words in "\n".join(lines)

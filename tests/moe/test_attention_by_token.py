@@ -135,6 +135,21 @@ def test_inputs_of_a_graph_give_the_same_bits(name: str) -> None:
             assert torch.equal(row, whole(form, None)[place]), place
 
 
+def test_the_kernel_has_one_form_for_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: set[Any] = set()
+
+    def launch(grid: Any, *arguments: Any, **constants: Any) -> None:
+        forms.add(tuple(constants.items()))
+
+    for form in by_token_on_cpu()[1:]:
+        monkeypatch.setattr("moe.kernels.paged_decode._decode", launch)
+        for num_rows in (1, 200, 1000):
+            batch, kv = pad_batch(ForwardBatch.empty(), num_rows), KVCache(TINY, 4, 4, torch.float32)
+            q, k, v = torch.zeros(num_rows, 10, 16).split([6, 2, 2], 1)
+            form(TINY, batch, kv).attend_stored(0, q, k, v)
+        assert len(forms) == 1
+
+
 def test_what_is_stored_can_be_captured_apart() -> None:
     for form in by_token_on_cpu()[1:]:
         assert form.captures == "all"

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.all2all.base import Dispatched
+from moe.all2all.local import LocalAll2All
 from moe.attention.rotary import Rotary
 from moe.blocks import PRODUCT_ROWS, product_in_blocks, row_by_row
 from moe.config import named_shape
 from moe.experts import ExpertWeights, make_experts
+from moe.kv_cache import KVCache
 from moe.linear import make_head, make_linear
+from moe.models import load_model
 from moe.norm import add_rms_norm
 from moe.router import Router, route
 from moe.swiglu import swiglu
 from tests.moe.cases import tolerance
+from tests.moe.checkpoints import BLOCK, BLOCKS_PER_REQUEST, VOCAB, make_batch, make_ids
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [(24, 40), (48, 100), (100, 96), (576, 192), (1000, 24)]  # with and without a rest beside vector lengths
@@ -189,3 +195,49 @@ def test_padded_experts(dtype: torch.dtype) -> None:
         fewer = of([min(count, n) for n in counts])
         for expert, n in enumerate(counts):
             assert torch.equal(fewer[expert, : min(count, n)], whole[expert, : min(count, n)])
+
+
+# ------------------------------------------------------------------------------------------------- the whole model
+
+ROUNDING = {  # operators whose result may depend on the shape, or on the place in it
+    "linear", "_linear_pointwise", "mm", "addmm", "bmm", "matmul", "sum", "mean", "softmax", "_softmax", "rms_norm",
+    "_fused_rms_norm", "silu", "exp", "sigmoid", "cos", "sin", "rsqrt", "scaled_dot_product_attention",
+}  # fmt: skip
+
+
+class Shapes(TorchDispatchMode):
+    """Notes what shapes the operators that round are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ROUNDING:
+            self.seen.add((name, tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_calls_libraries_with_the_same_shapes_for_every_batch(dtype: torch.dtype) -> None:
+    """Whether results would differ otherwise is up to the library. Attention's shapes follow from positions, which are
+    the same ones here."""
+    config = replace(
+        named_shape("tiny"), vocab_size=VOCAB, hidden=48, num_heads=6, head_dim=8, num_layers=2, attention_bias=True,
+        qk_norm=True, dense_layers=frozenset({0}), dense_width=72, shared_expert_width=40, num_experts=3,
+        dtype=dtype, batch_invariant=True,
+    )  # fmt: skip
+    setup: Any = {"group": None, "device": torch.device("cpu"), "config": config, "max_tokens_per_rank": 64}
+    model = load_model(config, all2all=LocalAll2All(**setup), load_format="dummy", progress=False)
+    seen = []
+    for chunks in ([(2, 0, 9)], [(0, 0, 9), (2, 0, 9), (3, 0, 6), (1, 0, 1)]):
+        kv = KVCache(config, BLOCKS_PER_REQUEST * 4, BLOCK, dtype)
+        with Shapes() as shapes:
+            hidden = model(make_batch(make_ids(), chunks), kv)
+            model.compute_logits(hidden)
+        seen.append(shapes.seen)
+    assert seen[0] == seen[1]
+    products = {shapes for name, shapes in seen[0] if name in ("linear", "_linear_pointwise", "mm", "addmm")}
+    assert {shapes[0][0] for shapes in products} == {PRODUCT_ROWS}
+    assert len(products) >= 9  # qkv, out, router, head, and two of each MLP, the experts' too, which are all alike
