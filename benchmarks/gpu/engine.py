@@ -46,7 +46,7 @@ def run_ab(options: list[str], num_ranks: int, report: Path, cache: Path) -> dic
         check=False,
     )
     print(done.stdout[-6000:], done.stderr[-6000:], flush=True)
-    said = re.findall(r"comm-sms auto .*", done.stderr)
+    said = [re.sub(r"\S*/(?=comm_sms)", "", line) for line in re.findall(r"comm-sms auto .*", done.stderr)]
     found = json.loads((report / "ab.json").read_text()) if (report / "ab.json").exists() else None
     return {"exit_code": done.returncode, "passed": done.returncode == 0, "comm_sms": said, "report": found}
 

@@ -11,8 +11,8 @@ about 30 GB/s each way with them.
 
 `sustained`: arms without pauses between their calls, and what they draw.
 `four`: with so many ubatches.
-`apart`: the compute of two ubatches and their messages at the same time, neither waiting for the other: the bound of
-overlap in any order.
+`apart`: the compute of two ubatches and their messages at the same time, neither waiting for the other: what they take
+from each other.
 `host_quiet`: the host's time in calls that no other program disturbed (`Times.quiet_ms`), of so many (`num_quiet`).
 `host_profile`: where the host's time goes in overlap, by function, under Python's profiler (which adds to short ones).
 `bare` is whole without any overlap machinery. `threads` take their turns on the caller's core, `threads_free` wherever

@@ -362,7 +362,8 @@ class Recorded:
 
 class Apart:
     """Delivers what was recorded at once, and sends it as well, on a stream of its own: compute and messages at the
-    same time, neither of them ever waiting for the other. No order of turns is faster with these kernels."""
+    same time, neither of them ever waiting for the other. What this takes longer than compute alone, they take from
+    each other: SMs, memory, power."""
 
     name, capabilities = "apart", Capabilities()
 
