@@ -18,6 +18,7 @@ from launch.environment import describe_environment
 from launch.prepare import share_text
 from launch.profile import Setup, costs_for, fingerprint, read_text
 from launch.session import together
+from moe.sms import whole_comm_sms
 
 OptionsT = TypeVar("OptionsT", bound=EngineOptions)
 
@@ -39,6 +40,7 @@ def setup_of(engine: Engine, dbo: DBOConfig) -> Setup:
         driver=dbo.driver,
         cut=dbo.cut,
         comm_sms=None,
+        whole_comm_sms=whole_comm_sms(engine.all2all, engine.mesh.device),
     )
 
 

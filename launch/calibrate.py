@@ -77,7 +77,7 @@ from launch.session import (
     shared_options,
     together,
 )
-from moe.sms import takes_sms
+from moe.sms import make_partition, takes_sms
 
 PARTS_SHARE = 0.35  # of the time
 LEAST_ROUNDS = 3
@@ -311,7 +311,8 @@ class Calibration:
         sizes = halved([*self.grids["decode"], *self.grids["prefill"]], self.options.num_ubatches)
         for n in outside_in(spread_sizes(sizes, 8)):
             began = time.monotonic()
-            seen[n] = measure_messages(all2all, config, self.mesh.device, n, REPEATS)
+            with make_partition(all2all, self.dbo.comm_sms, self.mesh.device):  # as while ubatches run
+                seen[n] = measure_messages(all2all, config, self.mesh.device, n, REPEATS)
             self._progress()
             if self._late(limit_s - 2 * (time.monotonic() - began)) and len(seen) > 1:
                 break

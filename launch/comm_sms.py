@@ -130,6 +130,8 @@ class Sweep:
             "ubatches": f"{dbo.num_ubatches} {dbo.driver} {dbo.cut}",
             "partition": PARTITION,
         }
+        if c.batch_invariant:
+            parts["products"] = "batch-invariant"
         return "; ".join(f"{name} {value}" for name, value in parts.items())
 
     def measure(self, num_sms: int) -> float:

@@ -121,7 +121,7 @@ class EngineOptions(Options):
     comm_sms: str = option(
         "20",
         "SMs set aside for messages while ubatches run, where the transport takes a number; auto: measured once for "
-        "this model, host and number of ranks.",
+        "this model, host and number of ranks; 0: none, and messages take as many as those of whole steps.",
         check=Check(
             "auto, or an even number from 0 (none) to 64",
             lambda value: value == "auto" or (value.isdecimal() and int(value) % 2 == 0 and int(value) <= 64),
@@ -130,8 +130,8 @@ class EngineOptions(Options):
     )
     whole_comm_sms: int | None = option(
         None,
-        "SMs for the messages of steps that are not cut, where nothing else wants them; the default takes as many as "
-        "help. With 8, and --comm-sms 8, messages inside a host take as long as over a network card.",
+        "SMs for the messages of steps that are not cut, where the transport takes a number; the default takes as many "
+        "as help. With 8, and --comm-sms 8, messages inside a host take as long as over a network card.",
         check=Check("an even number from 2 to 64", lambda value: value % 2 == 0 and 2 <= value <= 64),
         metavar="N",
     )

@@ -13,6 +13,7 @@ import importlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,11 +22,11 @@ from typing import Any
 
 import torch
 
-_LOOK_S = 0.01
+LOOK_S = 0.01  # between looks
 AT_LIMIT = 0.95
 """From this share of the limit on a GPU lowers its clock, in the mean over a second or more."""
-SHORTEST_S = 0.5
-"""What takes less, in the mean, has no power of its own: its neighbours' is counted in."""
+SHORTEST_S = 2.0
+"""What takes less, in the mean, has no power of its own: its neighbours' is counted in, for a tenth of a second."""
 
 
 class PowerMeter:
@@ -49,6 +50,7 @@ class PowerMeter:
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             meter = cls(nvml, handle)
             meter.joules()
+            meter.clock_mhz()
         except nvml.NVMLError:  # a partition of a GPU, say, counts no energy
             return None
         return meter
@@ -64,20 +66,20 @@ class PowerMeter:
 
     @contextmanager
     def watch(self) -> Iterator[PowerLog]:
-        """Look at the counters again and again, in a thread, until the context ends."""
+        """Look at the counters again and again, in a thread, until the context ends. Raises then what a look raised."""
         log, done = PowerLog(), threading.Event()
-        thread = threading.Thread(target=self._fill, args=(log, done), name="power", daemon=True)
-        thread.start()
-        try:
-            yield log
-        finally:
-            done.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "power") as pool:
+            filled = pool.submit(self._fill, log, done)
+            try:
+                yield log
+            finally:
+                done.set()
+            filled.result()
 
     def _fill(self, log: PowerLog, done: threading.Event) -> None:
         while True:
             log.samples.append((time.perf_counter(), self.joules(), self.clock_mhz()))
-            if done.wait(_LOOK_S):
+            if done.wait(LOOK_S):
                 return
 
 

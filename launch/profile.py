@@ -161,6 +161,7 @@ class Setup:
     driver: str
     cut: str
     comm_sms: int | None  # best of those tried; None where the transport has no such setting
+    whole_comm_sms: int | None = None  # of whole steps; None likewise
 
     @property
     def fingerprint(self) -> str:
@@ -268,7 +269,7 @@ def mismatches(profile: Profile, here: Setup) -> list[str]:
     there = profile.setup
     keys = [key for key in {**there.model, **here.model} if there.model.get(key) != here.model.get(key)]
     found = [f"{key} {there.model.get(key)} in the profile, {here.model.get(key)} here" for key in keys]
-    for name in ("ranks", "device", "all2all", "num_ubatches"):
+    for name in ("ranks", "device", "all2all", "num_ubatches", "whole_comm_sms"):
         if getattr(there, name) != getattr(here, name):
             found.append(f"{name} {getattr(there, name)} in the profile, {getattr(here, name)} here")
     return found

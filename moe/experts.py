@@ -82,8 +82,12 @@ class _ExpertByExpert:
         rows = order // topk_idx.shape[1]
         total = x.new_zeros(x.shape, dtype=torch.float32)
         if len(rows):
-            results = self._mlp(x[rows], counts).float()
-            total.index_add_(0, rows, results * topk_weights.flatten()[order].unsqueeze(1))
+            results = self._mlp(x[rows], counts).float() * topk_weights.flatten()[order].unsqueeze(1)
+            if x.is_cuda:  # a row twice in one call would be added in any order
+                for own, result in zip(rows.split(counts), results.split(counts), strict=True):
+                    total.index_add_(0, own, result)
+            else:
+                total.index_add_(0, rows, results)
         return total.to(x.dtype)
 
     def _padded(self, x: Tensor, counts: Sequence[int]) -> Tensor:

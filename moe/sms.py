@@ -138,6 +138,14 @@ def takes_sms(all2all: All2All, device: torch.device, num_tokens: int | None = N
     return num_tokens is None or uses_sms is None or bool(uses_sms(num_tokens))
 
 
+def whole_comm_sms(all2all: All2All, device: torch.device) -> int | None:
+    """SMs of the transport where no partition says otherwise; None where it takes no number."""
+    if not takes_sms(all2all, device):
+        return None
+    in_force: int = all2all.set_num_sms(None)  # type: ignore[attr-defined]
+    return in_force
+
+
 def set_whole_comm_sms(all2all: All2All, device: torch.device, num_sms: int) -> None:
     """Let the transport run on so many SMs where no partition says otherwise; nothing where it takes no number."""
     if takes_sms(all2all, device):

@@ -276,7 +276,8 @@ def prefill_size(num_tokens: int, bench: Bench, model: Any, all2all: Any, *, hea
             if times.quiet_ms:
                 at[name]["host_quiet_ms_per_layer"] = float(np.median(times.quiet_ms)) / layers
         if num_tokens >= LONG:
-            found["sustained"][str(num_sms)] = sustained(arms, measured, bench, layers)
+            with steps.pool.stream():
+                found["sustained"][str(num_sms)] = sustained(arms, measured, bench, layers)
         shown = {name: round(arm["value"], 2) for name, arm in at.items()}
         bench.say(num_tokens, num_sms, shown, found["sustained"].get(str(num_sms), ""))
         steps.clear()

@@ -193,14 +193,21 @@ class Bench:
         """Of this rank's device; None without `nvidia-ml-py`."""
         return StandInMeter() if self.args.rehearse else PowerMeter.of(self.mesh.device)
 
+    @cached_property
+    def _all_have_meters(self) -> bool:
+        return self.all_agree(self.meter is not None)
+
     def sustain(
         self, arms: Mapping[str, Callable[[], object]], times: Mapping[str, Times], num_layers: int
     ) -> dict[str, dict[str, float]]:
         """Each arm again and again without a pause, for 0.4 s and then for 0.8 s that count, if asked for: ms and
         joules a layer, watts and MHz of rank 0's GPU, and the most it may draw. Between rounds a GPU rests, and what it
         saves it may spend in the next; here it cannot."""
-        meter = self.meter if self.args.sustain else None
-        return {} if meter is None else {k: self._sustain(meter, arms[k], times[k].median, num_layers) for k in arms}
+        if not self.args.sustain or not self._all_have_meters:
+            return {}
+        meter = self.meter
+        assert meter is not None
+        return {k: self._sustain(meter, arms[k], times[k].median, num_layers) for k in arms}
 
     def _sustain(
         self, meter: PowerMeter, arm: Callable[[], object], once_ms: float, num_layers: int
@@ -216,10 +223,8 @@ class Bench:
                 arm()
             self.clock.synchronize()
         ms = (time.perf_counter() - started) * 1e3 / calls / num_layers
-        watts = log.watts or 0.0
-        return {
-            "ms": ms, "watts": watts, "joules": watts * ms / 1e3, "mhz": log.mhz, "limit_watts": meter.limit_watts,
-        }  # fmt: skip
+        found = {"ms": ms, "mhz": log.mhz, "limit_watts": meter.limit_watts}
+        return found if log.watts is None else {**found, "watts": log.watts, "joules": log.watts * ms / 1e3}
 
     def partition(self, all2all: Any, num_sms: int, form: Form | None = None) -> AbstractContextManager[object]:
         """`num_sms` for the all2all; for compute the rest, in one of the forms of `moe/sms.py`, None = all SMs."""

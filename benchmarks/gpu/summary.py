@@ -127,7 +127,8 @@ def of_sustained(n: int, by_sms: dict[str, dict[str, dict[str, float]]]) -> dict
         figures[f"{name}_sustained_speedup_{n}"] = single(whole["ms"] / overlap["ms"], "1")
         for arm, found in (("whole", whole), ("overlap", overlap)):
             for key, unit in (("ms", "ms/layer"), ("watts", "W"), ("mhz", "MHz"), ("joules", "J/layer")):
-                figures[f"{name}_sustained_{key}_{arm}_{n}"] = single(found[key], unit)
+                if key in found:
+                    figures[f"{name}_sustained_{key}_{arm}_{n}"] = single(found[key], unit)
         figures[f"{name}_sustained_limit_watts_{n}"] = single(whole["limit_watts"], "W")
     return figures
 

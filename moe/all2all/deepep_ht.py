@@ -54,8 +54,8 @@ class DeepEPHighThroughput(Transport):
         self, *, num_sms: int | None = None, fp8: bool = False, no_sync: bool | None = None, **setup: Unpack[Setup]
     ) -> None:
         """Collective over `group` (any backend). `num_sms`: for messages where no partition says otherwise, which is
-        while whole steps run, so that nothing else wants them; None = as many as help. `no_sync`: None = inside a node.
-        Raises ConfigError for what DeepEP cannot do.
+        while whole steps run, and little else wants them (shared experts do); None = as many as help. `no_sync`: None =
+        inside a node. Raises ConfigError for what DeepEP cannot do.
         """
         check_setup(self.name, setup)
         super().__init__(**setup)

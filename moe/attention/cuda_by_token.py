@@ -66,7 +66,8 @@ class CudaAttentionByToken:
 
 
 def _tables_of_tokens(batch: ForwardBatch) -> Tensor:
-    """The block table of each row's request, [T, max_blocks] int32; any one for padding."""
+    """The block table of each row's request, [T, max_blocks] int32; any one for padding. For 16384 tokens of requests
+    that may have 131072 in blocks of 16 that is half a GiB."""
     device, num_rows = batch.input_ids.device, batch.input_ids.shape[0]
     num_requests, max_blocks = batch.block_tables.shape
     if not num_requests:

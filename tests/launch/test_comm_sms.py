@@ -113,12 +113,12 @@ def test_the_step_is_what_the_engine_takes():
     shape = named_shape("tiny")
     limits = Limits(max_num_tokens=8192, max_num_seqs=256, max_model_len=4096, block_size=16, num_blocks=10**6)
 
-    def key(**changes):
+    def key(config=shape, **changes):
         mesh = SimpleNamespace(
             device=SimpleNamespace(type="cpu"), world_size=2, peers=SimpleNamespace(hosts=["a", "b"])
         )
         engine = SimpleNamespace(
-            limits=replace(limits, **changes), mesh=mesh, model=SimpleNamespace(config=shape),
+            limits=replace(limits, **changes), mesh=mesh, model=SimpleNamespace(config=config),
             all2all=SimpleNamespace(name="deepep"),
         )  # fmt: skip
         return Sweep(engine, DBOConfig()).key
@@ -127,3 +127,4 @@ def test_the_step_is_what_the_engine_takes():
     assert "step 1x100;" in key(max_num_tokens=100)
     assert "step 2x2048;" in key(num_blocks=260)
     assert "hosts a+b; device cpu; ranks 2" in key()
+    assert key(replace(shape, batch_invariant=True)) != key()

@@ -1,12 +1,13 @@
 """The power meter, with a made-up NVML: there is no GPU here."""
 
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from launch.power import PowerLog, PowerMeter
+from launch.power import LOOK_S, PowerLog, PowerMeter
 
 
 class NVMLError(Exception):
@@ -61,13 +62,25 @@ def test_a_watch_looks_until_it_ends(monkeypatch: pytest.MonkeyPatch, gpu: torch
     meter = PowerMeter.of(gpu)
     assert meter is not None
     with meter.watch() as log:
-        while len(log.samples) < 4:
-            pass
+        deadline = time.monotonic() + 10
+        while len(log.samples) < 4 and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
     seen = len(log.samples)
+    time.sleep(5 * LOOK_S)
     assert log.mhz == 1605
     assert log.watts is not None
     assert 0 < log.watts <= 12.5 / 0.01
     assert len(log.samples) == seen
+
+
+def test_a_watch_raises_what_a_look_raised(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    nvml = made_up("GPU-ab-12")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    meter = PowerMeter.of(gpu)
+    assert meter is not None
+    monkeypatch.setattr(nvml, "nvmlDeviceGetClockInfo", lambda handle, kind: {}[kind])
+    with pytest.raises(KeyError), meter.watch():
+        pass
 
 
 def test_watts_are_counted_between_moves_of_the_counter() -> None:

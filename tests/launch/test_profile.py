@@ -117,6 +117,7 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
     [
         ({"ranks": 4}, ["ranks 2 in the profile, 4 here"]),
         ({"all2all": "deepep_ht"}, ["all2all torch in the profile, deepep_ht here"]),
+        ({"whole_comm_sms": 64}, ["whole_comm_sms None in the profile, 64 here"]),
         ({"device": "cuda", "num_ubatches": 3}, ["device cpu in the profile, cuda here", "num_ubatches 2", "3 here"]),
         ({"model": {**profile().setup.model, "hidden": 7}}, ["hidden 500 in the profile, 7 here"]),
     ],

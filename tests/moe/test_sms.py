@@ -103,10 +103,13 @@ def test_whole_steps_get_the_sms_they_are_given_and_a_partition_puts_them_back(s
         return before
 
     transport, device = SimpleNamespace(set_num_sms=set_num_sms), torch.device("cuda")
+    assert sms.whole_comm_sms(transport, device) == 64
     sms.set_whole_comm_sms(transport, device, 8)
+    assert sms.whole_comm_sms(transport, device) == 8
     with sms.make_partition(transport, 20, device):
         assert now.num_sms == 20
     assert now.num_sms == 8
     sms.set_whole_comm_sms(transport, torch.device("cpu"), 4)
     sms.set_whole_comm_sms(SimpleNamespace(), device, 4)
+    assert sms.whole_comm_sms(transport, torch.device("cpu")) is None
     assert now.num_sms == 8

@@ -105,7 +105,7 @@ def call_all() -> None:
     for name, shape in SHAPES.items():
         first = name == "qwen3-30b-a3b"
         for rows in (1, 17, 8192) if first else (8192,):
-            call(shape, rows, (16, 32, 64, 128) if first else (16, 128))
+            call(shape, rows, (16, 32, 64, 128) if first else (16, 64, 128))
     for experts, ranks in ((16, 2), (32, 4), (64, 8), (160, 8), (256, 64), (512, 8)):
         dispatch_layout(torch.empty(8192, 8, dtype=torch.int64), experts, ranks)
 
