@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe.all2all.deepep_ht import MAX_SMS
+
 Figure = dict[str, Any]
 Found = dict[str, Any]
 
 NIC_SMS = "8"
-MAX_SMS = 64  # that DeepEP's normal kernels are given here
 
 
 def single(value: float, unit: str, low: float | None = None, high: float | None = None) -> Figure:

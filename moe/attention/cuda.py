@@ -21,7 +21,7 @@ nothing waits for the device; keys and values are in the cache before anything r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dbo.slices import IntArray
 from moe.attention import cudnn_packed
-from moe.attention.cuda_common import store_heads, to_device
+from moe.attention.cuda_common import CudaPlan, to_device
 from moe.attention.cudnn_packed import PackedPrompts
 from moe.attention.segments import Segment, plan_segments
 from moe.batch import FixedInputs, ForwardBatch
@@ -57,13 +57,11 @@ class _Prompts:
     packed: PackedPrompts | None  # None for a dense batch
 
 
-class CudaAttention:
+class CudaAttention(CudaPlan):
     """An `AttentionPlan`."""
 
-    captures = "all"
-
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
-        self._config, self._batch, self._kv = config, batch, kv
+        super().__init__(config, batch, kv)
         self._num_rows = batch.num_tokens
         self._cudnn = config.sliding_window is None and cudnn_packed.takes(
             batch.input_ids.device, kv.dtype, config.head_dim
@@ -82,19 +80,6 @@ class CudaAttention:
             self._decode_lens = next(parts)
             self._num_splits = self._choose_splits(int(seq_lens[:n].max()), batch.input_ids.device)
         self._prompts = [self._plan_prompts(s, *prompts, parts) for s in segments]
-
-    def attend(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """See `AttentionPlan.attend`; qkv is overwritten."""
-        return self.attend_stored(layer, *self.store(layer, qkv, q_norm, k_norm, angles))
-
-    def store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> Sequence[Tensor]:
-        """See `store_heads`: the same for all lengths, so graphs of any mode may hold it."""
-        slots, cache = self._batch.slot_mapping, self._kv.layer(layer)
-        return store_heads(self._config, qkv, q_norm, k_norm, angles, slots, cache)
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """The other part: every query sees its keys. [T, num_heads * head_dim], in `out` if given."""

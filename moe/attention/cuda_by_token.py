@@ -12,13 +12,11 @@ batch with `fixed` inputs takes the same way; rows of padding (slot -1) have no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe.attention.cuda_common import store_heads, to_device
+from moe.attention.cuda_common import CudaPlan, to_device
 from moe.batch import ForwardBatch
 from moe.config import ModelConfig
 from moe.kernels.paged_decode import paged_decode
@@ -27,27 +25,13 @@ from moe.kv_cache import KVCache
 _KEYS = 32  # of a program at once: between what is best for few tokens and for many
 
 
-class CudaAttentionByToken:
+class CudaAttentionByToken(CudaPlan):
     """An `AttentionPlan`."""
 
-    captures = "all"
-
     def __init__(self, config: ModelConfig, batch: ForwardBatch, kv: KVCache) -> None:
-        self._config, self._kv, self._slots = config, kv, batch.slot_mapping
+        super().__init__(config, batch, kv)
         self._lens = torch.where(batch.slot_mapping >= 0, batch.positions + 1, 0).int()
         self._tables = _tables_of_tokens(batch)
-
-    def attend(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """See `AttentionPlan.attend`; qkv is overwritten."""
-        return self.attend_stored(layer, *self.store(layer, qkv, q_norm, k_norm, angles))
-
-    def store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> Sequence[Tensor]:
-        """See `store_heads`."""
-        return store_heads(self._config, qkv, q_norm, k_norm, angles, self._slots, self._kv.layer(layer))
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Every query sees its keys in the cache. [T, num_heads * head_dim], in `out` if given."""

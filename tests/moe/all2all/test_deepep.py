@@ -138,24 +138,25 @@ def test_both_kernels_are_made_for_the_same_ranks_and_each_for_its_batches(monke
     assert checks == ["asked"]
 
 
-@pytest.mark.parametrize(("size", "given", "num_sms"), [(2, None, MAX_SMS), (16, None, 20), (2, 8, 8), (16, 24, 24)])
-def test_messages_that_have_the_device_to_themselves_take_the_sms_that_help(monkeypatch, size, given, num_sms):
+def high_throughput(monkeypatch, size, **options):
+    """The normal kernels between so many ranks, over a package that stands for `deep_ep`."""
     package = Package()
     package.Config = lambda *settings: package.Buffer.get_dispatch_config(2)
     monkeypatch.setattr("moe.all2all.deepep_ht.import_deep_ep", lambda: package)
     config = shape(num_experts=16)
-    made = DeepEPHighThroughput(group=group(size), device=CUDA, config=config, max_tokens_per_rank=64, num_sms=given)
+    return DeepEPHighThroughput(group=group(size), device=CUDA, config=config, max_tokens_per_rank=64, **options)
+
+
+@pytest.mark.parametrize(("size", "given", "num_sms"), [(2, None, MAX_SMS), (16, None, 20), (2, 8, 8), (16, 24, 24)])
+def test_messages_that_have_the_device_to_themselves_take_the_sms_that_help(monkeypatch, size, given, num_sms):
+    made = high_throughput(monkeypatch, size, num_sms=given)
     assert made.set_num_sms(12) == num_sms
     assert made.set_num_sms(num_sms) == 12
 
 
 @pytest.mark.parametrize(("size", "no_sync", "order"), [(2, None, "early"), (2, False, "late"), (16, None, "late")])
 def test_normal_kernels_launch_late_where_they_block_the_host(monkeypatch, size, no_sync, order):
-    package = Package()
-    package.Config = lambda *settings: package.Buffer.get_dispatch_config(2)
-    monkeypatch.setattr("moe.all2all.deepep_ht.import_deep_ep", lambda: package)
-    config = shape(num_experts=16)
-    made = DeepEPHighThroughput(group=group(size), device=CUDA, config=config, max_tokens_per_rank=64, no_sync=no_sync)
+    made = high_throughput(monkeypatch, size, no_sync=no_sync)
     assert (made.capabilities.order, made.capabilities.capturable) == (order, order == "early")
     if order == "late":
         assert (made.comm.order, made.comm.stream, made.comm._make_ready()) == ("late", None, "captured")
